@@ -1,1 +1,23 @@
-//! Placeholder.
+//! Trellis-coded linear layers for MLX in Rust: weights stay as 2-, 3- or 4-bit codes (QTIP's "1MAD" code) and are
+//! multiplied without ever being unpacked. Every product is a lazy MLX array.
+//!
+//! [`TrellisLinear`] is the layer; [`trellis_matmul`] the product it is made of; [`quantize_weight`] the way from a
+//! dense weight to codes. The format and its oracle are in [`trellis_codec`], the CPU's kernels in [`trellis_cpu`].
+#![deny(unsafe_code)]
+
+mod artifact;
+mod backend;
+pub mod dispatch;
+mod error;
+mod ffi;
+mod linear;
+mod maybe;
+mod quantize;
+mod weights;
+
+pub use error::Error;
+pub use linear::TrellisLinear;
+pub use maybe::{MaybeTrellis, TrellisQuantizable};
+pub use quantize::{AUTO_SAMPLE_ROWS, AxisChoice, QuantizeOptions, choose_axis, quantize_weight};
+pub use trellis_codec::{Axis, EncodeReport, Encoded, Geometry, Layout, bf16, f16};
+pub use weights::{MatmulOptions, TrellisWeights, dequantize, problem, trellis_matmul, trellis_matmul_with};

@@ -1,0 +1,3 @@
+//! One module a back end: each runs a [`Choice`](crate::dispatch::Choice). Safe code only.
+
+pub(crate) mod cpu;

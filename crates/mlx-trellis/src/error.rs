@@ -1,0 +1,95 @@
+//! The crate's errors.
+
+use mlx_rs::Dtype;
+use mlx_rs::error::Exception;
+use thiserror::Error;
+use trellis_codec::{ArtifactError, EncodeError, GeometryError};
+
+/// What can go wrong with a trellis layer.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The last dimension of x is not the layer's input features.
+    #[error("x has shape {shape:?}, expected {in_features} as its last dimension")]
+    Shape {
+        /// The shape of x.
+        shape: Vec<i32>,
+        /// The layer's input features.
+        in_features: usize,
+    },
+    /// A scalar where rows of activations are wanted.
+    #[error("x is a scalar, expected at least one dimension of {in_features}")]
+    Scalar {
+        /// The layer's input features.
+        in_features: usize,
+    },
+    /// A dtype the products do not take.
+    #[error("{what} is {found:?}, expected float32, float16 or bfloat16")]
+    Dtype {
+        /// Which array or argument.
+        what: &'static str,
+        /// Its dtype.
+        found: Dtype,
+    },
+    /// Codes, scales or bias that are not what the geometry asks for.
+    #[error("{what} is {found_dtype:?} {found_shape:?}, expected {expected_dtype} {expected_shape:?} for {geometry}")]
+    Parameter {
+        /// `weight`, `scales` or `bias`.
+        what: &'static str,
+        /// Dtype found.
+        found_dtype: Dtype,
+        /// Shape found.
+        found_shape: Vec<i32>,
+        /// Dtype expected.
+        expected_dtype: &'static str,
+        /// Shape expected.
+        expected_shape: Vec<usize>,
+        /// The layer's geometry.
+        geometry: trellis_codec::Geometry,
+    },
+    /// A dimension that MLX cannot hold.
+    #[error("{what} has a dimension of {found}, expected at most 2147483647 (MLX shapes are 32-bit)")]
+    TooLarge {
+        /// Which array.
+        what: &'static str,
+        /// The dimension.
+        found: usize,
+    },
+    /// A weight that is no matrix.
+    #[error("weight has shape {shape:?}, expected [out_features, in_features]")]
+    NotAMatrix {
+        /// Its shape.
+        shape: Vec<i32>,
+    },
+    /// Neither axis of a weight divides into blocks.
+    #[error("weight [{out_features}, {in_features}] divides into no legal block along {axis}")]
+    NoBlock {
+        /// Rows of `W`.
+        out_features: usize,
+        /// Columns of `W`.
+        in_features: usize,
+        /// The axis or axes tried.
+        axis: &'static str,
+    },
+    /// A geometry outside the format.
+    #[error(transparent)]
+    Geometry(#[from] GeometryError),
+    /// A weight that cannot be encoded.
+    #[error(transparent)]
+    Encode(#[from] EncodeError),
+    /// A file that cannot be read.
+    #[error(transparent)]
+    Artifact(#[from] ArtifactError),
+    /// An error of MLX's own.
+    #[error(transparent)]
+    Mlx(#[from] Exception),
+}
+
+impl From<Error> for Exception {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Mlx(exception) => exception,
+            other => Exception::custom(other.to_string()),
+        }
+    }
+}

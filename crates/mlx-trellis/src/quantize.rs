@@ -1,0 +1,156 @@
+//! From a dense weight `W [out, in]` to codes: picks block and axis, then runs the codec's encoder.
+
+use trellis_codec::format::{DEFAULT_BLOCK, DEFAULT_STATE_BITS, WORD_BITS};
+use trellis_codec::{Axis, EncodeOptions, Encoded, Geometry, GeometryError, Layout, encode, pack, to_stored};
+
+use crate::error::Error;
+
+/// Stored rows that [`AxisChoice::Auto`] encodes along each axis before it decides.
+pub const AUTO_SAMPLE_ROWS: usize = 16;
+
+/// Which axis of `W` to code along.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum AxisChoice {
+    /// Axis 1, the input features; one scale for each output.
+    Input,
+    /// Axis 0, the output features; one scale for each input.
+    Output,
+    /// The axis that divides into blocks; if both do, the one with the lower relative error on
+    /// [`AUTO_SAMPLE_ROWS`] evenly spaced rows of each stored matrix.
+    #[default]
+    Auto,
+}
+
+/// How to quantize a weight.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct QuantizeOptions {
+    /// Bits a weight, `k`: 1 to 4. Default 3.
+    pub bits: u32,
+    /// Axis to code along. Default [`AxisChoice::Auto`].
+    pub axis: AxisChoice,
+    /// Bits of trellis state, `L`. Default 12.
+    pub state_bits: u32,
+    /// Block length `T`, or `None` (the default) for 256 where it divides the coded dimension, else the largest
+    /// multiple of 32 below it that does.
+    pub block: Option<usize>,
+    /// Store neighbouring blocks side by side where the format allows it (axis 0, `k` = 3, `T` = 256, `L` = 12, even
+    /// number of blocks); elsewhere row-major. Default `false`.
+    pub interleave: bool,
+}
+
+impl Default for QuantizeOptions {
+    fn default() -> Self {
+        Self { bits: 3, axis: AxisChoice::Auto, state_bits: DEFAULT_STATE_BITS, block: None, interleave: false }
+    }
+}
+
+impl QuantizeOptions {
+    /// The defaults at another number of bits.
+    pub fn with_bits(bits: u32) -> Self {
+        Self { bits, ..Self::default() }
+    }
+
+    /// The geometry for a weight `[out_features, in_features]` along `axis`, row-major.
+    ///
+    /// # Errors
+    /// [`Error::NoBlock`] if no legal block divides the coded dimension, [`Error::Geometry`] for numbers outside the
+    /// format.
+    pub fn geometry(&self, axis: Axis, out_features: usize, in_features: usize) -> Result<Geometry, Error> {
+        let (cols, name) = match axis {
+            Axis::Output => (out_features, "the output features"),
+            Axis::Input => (in_features, "the input features"),
+        };
+        let block = match self.block {
+            Some(block) => block,
+            // Multiples of a word's bits are legal for every k.
+            None => (1..=DEFAULT_BLOCK / WORD_BITS)
+                .rev()
+                .map(|n| n * WORD_BITS)
+                .find(|&t| cols != 0 && cols.is_multiple_of(t))
+                .ok_or(Error::NoBlock { out_features, in_features, axis: name })?,
+        };
+        Ok(Geometry::for_linear(axis, self.bits, self.state_bits, block, out_features, in_features)?)
+    }
+}
+
+/// Encodes `weight`, the row-major `W [out_features, in_features]`.
+///
+/// `tensor` names the weight in errors; `progress` is told the number of weights finished, from any thread.
+/// Deterministic: the same bytes for any number of threads.
+///
+/// # Errors
+/// Options outside the format, a shape that does not divide into blocks, a weight that is NaN or infinite or whose
+/// scale is.
+pub fn quantize_weight(
+    weight: &[f32],
+    out_features: usize,
+    in_features: usize,
+    options: &QuantizeOptions,
+    tensor: &str,
+    progress: Option<&(dyn Fn(usize) + Sync)>,
+) -> Result<Encoded, Error> {
+    let axis = choose_axis(weight, out_features, in_features, options, tensor)?;
+    let geometry = options.geometry(axis, out_features, in_features)?;
+    let stored = to_stored(axis, weight, out_features, in_features);
+    let encoded = encode(&geometry, &stored, &EncodeOptions { tensor, progress, ..EncodeOptions::default() })?;
+    match geometry.with_layout(Layout::Interleaved) {
+        Ok(_) if options.interleave => {
+            let (codes, geometry) = pack::relayout(&geometry, &encoded.codes, Layout::Interleaved)
+                .map_err(|e| Error::Encode(e.into()))?;
+            Ok(Encoded { codes, geometry, ..encoded })
+        }
+        _ => Ok(encoded),
+    }
+}
+
+/// The axis that `options` asks for, decided by measured error where it leaves the choice open.
+///
+/// # Errors
+/// As [`quantize_weight`].
+pub fn choose_axis(
+    weight: &[f32],
+    out_features: usize,
+    in_features: usize,
+    options: &QuantizeOptions,
+    tensor: &str,
+) -> Result<Axis, Error> {
+    match options.axis {
+        AxisChoice::Input => return Ok(Axis::Input),
+        AxisChoice::Output => return Ok(Axis::Output),
+        AxisChoice::Auto => {}
+    }
+    let fits = |axis| match options.geometry(axis, out_features, in_features) {
+        Ok(geometry) => Ok(Some(geometry)),
+        Err(Error::NoBlock { .. } | Error::Geometry(GeometryError::Cols { .. })) => Ok(None),
+        Err(other) => Err(other),
+    };
+    match (fits(Axis::Input)?, fits(Axis::Output)?) {
+        (Some(input), Some(output)) => {
+            let error = |geometry: &Geometry| sample_error(weight, geometry, tensor);
+            Ok(if error(&output)? < error(&input)? { Axis::Output } else { Axis::Input })
+        }
+        (Some(_), None) => Ok(Axis::Input),
+        (None, Some(_)) => Ok(Axis::Output),
+        (None, None) => {
+            Err(Error::NoBlock { out_features, in_features, axis: "the input or the output features" })
+        }
+    }
+}
+
+/// Relative squared error on evenly spaced rows of the stored matrix.
+fn sample_error(weight: &[f32], geometry: &Geometry, tensor: &str) -> Result<f64, Error> {
+    let (rows, cols) = (geometry.rows(), geometry.cols());
+    let n = rows.min(AUTO_SAMPLE_ROWS);
+    let mut sample = Vec::with_capacity(n * cols);
+    for i in 0..n {
+        let row = i * rows / n;
+        match geometry.axis() {
+            Axis::Input => sample.extend_from_slice(&weight[row * cols..(row + 1) * cols]),
+            Axis::Output => sample.extend((0..cols).map(|col| weight[col * rows + row])),
+        }
+    }
+    let geometry =
+        Geometry::new(geometry.axis(), geometry.bits(), geometry.state_bits(), geometry.block(), n, cols)?;
+    let encoded = encode(&geometry, &sample, &EncodeOptions { tensor, ..EncodeOptions::default() })?;
+    Ok(encoded.report.relative_mse())
+}

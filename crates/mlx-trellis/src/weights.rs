@@ -1,0 +1,206 @@
+//! A trellis-coded matrix as MLX arrays, and the two things done with it: multiply and decode.
+
+use mlx_rs::{Array, Dtype as MlxDtype};
+use trellis_codec::reference::Dtype;
+use trellis_codec::{Axis, Geometry, TrellisModule};
+
+use crate::backend;
+use crate::dispatch::{self, Device, Kernel, Problem};
+use crate::error::Error;
+
+/// Codes, scales and geometry of one layer's weight, checked against each other when made.
+///
+/// Cloning shares the arrays.
+#[derive(Debug, Clone)]
+pub struct TrellisWeights {
+    codes: Array,
+    scales: Array,
+    geometry: Geometry,
+}
+
+impl TrellisWeights {
+    /// Weights from arrays: `codes` uint32 of [`Geometry::codes_shape`], `scales` float16 `[rows]`. Only dtypes and
+    /// shapes are looked at; nothing is evaluated.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for another dtype or shape, [`Error::TooLarge`] for dimensions beyond 31 bits.
+    pub fn new(codes: Array, scales: Array, geometry: Geometry) -> Result<Self, Error> {
+        check_dims(&geometry)?;
+        check_parameter("weight", &codes, MlxDtype::Uint32, "uint32", &geometry.codes_shape(), &geometry)?;
+        check_parameter("scales", &scales, MlxDtype::Float16, "float16", &[geometry.rows()], &geometry)?;
+        Ok(Self { codes, scales, geometry })
+    }
+
+    /// Weights from code words and scales in memory, which are copied.
+    ///
+    /// # Errors
+    /// [`Error::TooLarge`] for dimensions beyond 31 bits, an [`Error::Parameter`] for slices of the wrong length.
+    pub fn from_slices(codes: &[u32], scales: &[trellis_codec::f16], geometry: Geometry) -> Result<Self, Error> {
+        check_dims(&geometry)?;
+        let mismatch = |what, dtype, found: usize, expected_dtype, expected: Vec<usize>| Error::Parameter {
+            what,
+            found_dtype: dtype,
+            found_shape: vec![i32::try_from(found).unwrap_or(i32::MAX)],
+            expected_dtype,
+            expected_shape: expected,
+            geometry,
+        };
+        if codes.len() != geometry.words() {
+            return Err(mismatch("weight", MlxDtype::Uint32, codes.len(), "uint32", geometry.codes_shape()));
+        }
+        if scales.len() != geometry.rows() {
+            return Err(mismatch("scales", MlxDtype::Float16, scales.len(), "float16", vec![geometry.rows()]));
+        }
+        let shape: Vec<i32> = geometry.codes_shape().iter().map(|&d| d as i32).collect();
+        // Flat first: mlx-rs multiplies the dimensions of a shape in 32 bits.
+        let words = i32::try_from(codes.len())
+            .map_err(|_| Error::TooLarge { what: "weight", found: codes.len() })?;
+        let codes = Array::from_slice(codes, &[words]).reshape(&shape)?;
+        let scales = Array::from_slice(scales, &[geometry.rows() as i32]);
+        Self::new(codes, scales, geometry)
+    }
+
+    /// Weights of a module that an artifact's reader has checked.
+    ///
+    /// # Errors
+    /// As [`TrellisWeights::from_slices`].
+    pub fn from_module(module: &TrellisModule<'_>) -> Result<Self, Error> {
+        Self::from_slices(&module.codes, &module.scales, module.geometry)
+    }
+
+    /// Code words, uint32 of [`Geometry::codes_shape`].
+    pub fn codes(&self) -> &Array {
+        &self.codes
+    }
+
+    /// Scales, float16 `[rows]`.
+    pub fn scales(&self) -> &Array {
+        &self.scales
+    }
+
+    /// Shape and coding parameters.
+    pub fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+}
+
+/// How [`trellis_matmul_with`] may compute.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MatmulOptions {
+    /// Accept contract F: scale and divisor applied outside the sum, fewer operations a weight, the same error bound
+    /// but not the same bits as the format's packed kernels.
+    pub factored: bool,
+}
+
+/// The lazy product `y = x · Wᵀ` for a layer's weight `W [out, in]`: x `[..., in]` in float32, float16 or bfloat16
+/// gives `[..., out]` in the same dtype. Leading dimensions may be any, x need not be contiguous; M = 0 gives an empty
+/// array. Nothing is evaluated.
+///
+/// # Errors
+/// [`Error::Scalar`], [`Error::Shape`] or [`Error::Dtype`] before any graph node is built.
+///
+/// ```
+/// use mlx_rs::{Array, ops::ones};
+/// use mlx_trellis::{TrellisWeights, trellis_matmul, Axis, Geometry};
+///
+/// // Any bit pattern is a valid matrix: 512 inputs, 256 outputs, 3 bits a weight.
+/// let geometry = Geometry::for_linear(Axis::Input, 3, 12, 256, 256, 512)?;
+/// let codes: Vec<u32> = (0..geometry.words() as u32).map(|i| i.wrapping_mul(0x9E37_79B9)).collect();
+/// let weights = TrellisWeights::from_slices(&codes, &vec![mlx_trellis::f16::ONE; 256], geometry)?;
+/// let y = trellis_matmul(&ones::<f32>(&[2, 512])?, &weights)?;
+/// assert_eq!(y.shape(), [2, 256]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn trellis_matmul(x: &Array, weights: &TrellisWeights) -> Result<Array, Error> {
+    trellis_matmul_with(x, weights, MatmulOptions::default())
+}
+
+/// [`trellis_matmul`] with options.
+///
+/// # Errors
+/// As [`trellis_matmul`].
+pub fn trellis_matmul_with(x: &Array, weights: &TrellisWeights, options: MatmulOptions) -> Result<Array, Error> {
+    let problem = problem(x, &weights.geometry, options)?;
+    let choice = dispatch::choose(&problem, &Device::current());
+    match choice.kernel {
+        Kernel::Empty => {
+            let mut shape = x.shape().to_vec();
+            if let Some(last) = shape.last_mut() {
+                *last = weights.geometry.out_features() as i32;
+            }
+            Ok(mlx_rs::ops::zeros_dtype(&shape, x.dtype())?)
+        }
+        Kernel::CpuFactored | Kernel::CpuPacked | Kernel::CpuTiled => {
+            backend::cpu::matmul(x, weights, choice.contract)
+        }
+    }
+}
+
+/// Checks x against a geometry and says what is to be multiplied.
+///
+/// # Errors
+/// [`Error::Scalar`], [`Error::Shape`] or [`Error::Dtype`].
+pub fn problem(x: &Array, geometry: &Geometry, options: MatmulOptions) -> Result<Problem, Error> {
+    let in_features = geometry.in_features();
+    let shape = x.shape();
+    let Some((&last, leading)) = shape.split_last() else { return Err(Error::Scalar { in_features }) };
+    if usize::try_from(last) != Ok(in_features) {
+        return Err(Error::Shape { shape: shape.to_vec(), in_features });
+    }
+    let m = leading.iter().map(|&d| d as usize).product();
+    Ok(Problem { geometry: *geometry, m, dtype: dtype("x", x.dtype())?, factored: options.factored })
+}
+
+/// The lazy dense weight `W [out, in]` in `dtype` (float32, float16 or bfloat16), each weight rounded once (contract
+/// E). For axis 0 it is a transposed view of the stored matrix. Nothing is evaluated.
+///
+/// # Errors
+/// [`Error::Dtype`] for another dtype.
+pub fn dequantize(weights: &TrellisWeights, dtype: MlxDtype) -> Result<Array, Error> {
+    let stored = backend::cpu::expand(weights, self::dtype("dtype", dtype)?)?;
+    match weights.geometry.axis() {
+        Axis::Output => Ok(stored.transpose()?),
+        Axis::Input => Ok(stored),
+    }
+}
+
+fn dtype(what: &'static str, found: MlxDtype) -> Result<Dtype, Error> {
+    match found {
+        MlxDtype::Float32 => Ok(Dtype::F32),
+        MlxDtype::Float16 => Ok(Dtype::F16),
+        MlxDtype::Bfloat16 => Ok(Dtype::Bf16),
+        found => Err(Error::Dtype { what, found }),
+    }
+}
+
+/// MLX shapes are 32-bit, and so must be the dimensions of every array made from this geometry.
+fn check_dims(geometry: &Geometry) -> Result<(), Error> {
+    let stored = [geometry.rows(), geometry.cols()];
+    match geometry.codes_shape().into_iter().chain(stored).find(|&d| i32::try_from(d).is_err()) {
+        Some(found) => Err(Error::TooLarge { what: "weight", found }),
+        None => Ok(()),
+    }
+}
+
+pub(crate) fn check_parameter(
+    what: &'static str,
+    array: &Array,
+    dtype: MlxDtype,
+    expected_dtype: &'static str,
+    expected_shape: &[usize],
+    geometry: &Geometry,
+) -> Result<(), Error> {
+    let same_shape = array.ndim() == expected_shape.len()
+        && array.shape().iter().zip(expected_shape).all(|(&found, &expected)| found as usize == expected);
+    if array.dtype() == dtype && same_shape {
+        return Ok(());
+    }
+    Err(Error::Parameter {
+        what,
+        found_dtype: array.dtype(),
+        found_shape: array.shape().to_vec(),
+        expected_dtype,
+        expected_shape: expected_shape.to_vec(),
+        geometry: *geometry,
+    })
+}
