@@ -206,6 +206,16 @@ impl Geometry {
         Ok(self)
     }
 
+    /// The same codes taken the other way round: input and output features change places, so that the product is the
+    /// one of a gradient, `dx = dy · W`. The only way to an interleaved geometry of axis 1, which no file has.
+    pub const fn transposed(mut self) -> Self {
+        self.axis = match self.axis {
+            Axis::Output => Axis::Input,
+            Axis::Input => Axis::Output,
+        };
+        self
+    }
+
     /// The axis of `W` along which blocks run.
     pub const fn axis(&self) -> Axis {
         self.axis
