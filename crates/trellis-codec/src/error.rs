@@ -1,7 +1,13 @@
 //! Typed errors. Each prints the whole problem: what was found, what was expected, and where.
 
+use std::io;
+use std::path::PathBuf;
+
+use half::f16;
+use safetensors::Dtype;
 use thiserror::Error;
 
+use crate::encode::EncodeLevel;
 use crate::format::Geometry;
 
 /// A geometry that the format does not have.
@@ -101,4 +107,455 @@ pub enum PackError {
     /// A geometry that the format does not have.
     #[error(transparent)]
     Geometry(#[from] GeometryError),
+}
+
+/// A file or folder that cannot be read as an artifact, or one that cannot be written.
+///
+/// Every variant of the reader carries the file, the tensor (or the module whose `config.json` entry is at
+/// fault), what was found and what was expected.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ArtifactError {
+    /// The system refused to read or write.
+    #[error("{}: cannot {action}: {source}", path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What was attempted.
+        action: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A folder without weights.
+    #[error("{}: found {found}, expected model.safetensors or model.safetensors.index.json", path.display())]
+    NoWeights {
+        /// The folder.
+        path: PathBuf,
+        /// Its safetensors files.
+        found: String,
+    },
+    /// A `config.json` or index that is not the JSON it should be.
+    #[error("{}: found {found}, expected {expected}", file.display())]
+    Json {
+        /// The file.
+        file: PathBuf,
+        /// What it holds, or what the parser said.
+        found: String,
+        /// What it should hold.
+        expected: &'static str,
+    },
+    /// A file that is not safetensors, or one cut short.
+    #[error("{}: found {found}, expected {expected}", file.display())]
+    Safetensors {
+        /// The file.
+        file: PathBuf,
+        /// What is wrong with it.
+        found: String,
+        /// What it should be.
+        expected: String,
+    },
+    /// A safetensors header whose description of one tensor is wrong.
+    #[error("{}: header of tensor {tensor}: found {found}, expected {expected}", file.display())]
+    TensorHeader {
+        /// The file.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// What the header says.
+        found: String,
+        /// What it should say.
+        expected: String,
+    },
+    /// A shard that is not a plain file name: it would be read from outside the folder.
+    #[error(
+        "{}: tensor {tensor} is in shard {found:?}, expected the name of a file in the same folder",
+        file.display()
+    )]
+    ShardName {
+        /// The index.
+        file: PathBuf,
+        /// The tensor listed for it.
+        tensor: String,
+        /// The shard.
+        found: String,
+    },
+    /// A shard named by the index that is not on disk.
+    #[error(
+        "{}: tensor {tensor} is in shard {shard}: found no such file, expected {}",
+        file.display(), expected.display()
+    )]
+    MissingShard {
+        /// The index.
+        file: PathBuf,
+        /// The first tensor listed for it.
+        tensor: String,
+        /// The shard.
+        shard: String,
+        /// Where it should be.
+        expected: PathBuf,
+    },
+    /// An index that does not describe the shards on disk.
+    #[error("{}: stale index: tensor {tensor}: found {found}, expected {expected}", file.display())]
+    StaleIndex {
+        /// The index.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Where the tensor is.
+        found: String,
+        /// Where the index says it is.
+        expected: String,
+    },
+    /// A shard on disk that is not part of the model: other readers would load it.
+    #[error(
+        "{}: found {found}, expected no model shard that the index (or model.safetensors alone) does not name",
+        file.display()
+    )]
+    UnlistedShard {
+        /// The index, or `model.safetensors`.
+        file: PathBuf,
+        /// The shard's file name.
+        found: String,
+    },
+    /// A key of a trellis entry that this version does not know, and so must not ignore.
+    #[error("{}: module {module}: found unknown key {found:?}, expected only {expected}", file.display())]
+    EntryKey {
+        /// The `config.json`.
+        file: PathBuf,
+        /// The module.
+        module: String,
+        /// The key.
+        found: String,
+        /// The keys known.
+        expected: &'static str,
+    },
+    /// A key of a trellis entry that is missing or has a value of the wrong kind.
+    #[error("{}: module {module}: {key}: found {found}, expected {expected}", file.display())]
+    EntryValue {
+        /// The `config.json`.
+        file: PathBuf,
+        /// The module (or `quantization` for the top level).
+        module: String,
+        /// The key.
+        key: &'static str,
+        /// Its value.
+        found: String,
+        /// What it should be.
+        expected: &'static str,
+    },
+    /// A `code` other than "1mad".
+    #[error("{}: module {module}: code: found {found:?}, expected \"1mad\"", file.display())]
+    Code {
+        /// The `config.json`.
+        file: PathBuf,
+        /// The module.
+        module: String,
+        /// The code.
+        found: String,
+    },
+    /// `k`, `L` or `T` out of range.
+    #[error("{}: module {module}: {source}", file.display())]
+    Parameters {
+        /// The `config.json`.
+        file: PathBuf,
+        /// The module.
+        module: String,
+        /// The parameter, what was found and what was expected.
+        source: GeometryError,
+    },
+    /// Two entries for the same module that contradict each other.
+    #[error("{}: module {module}: found {found}, expected {expected}", file.display())]
+    EntriesDisagree {
+        /// The `config.json`.
+        file: PathBuf,
+        /// The module, as the first entry names it.
+        module: String,
+        /// What the second entry says, and where.
+        found: String,
+        /// What the first entry says.
+        expected: String,
+    },
+    /// A trellis entry without codes.
+    #[error(
+        "{}: tensor {tensor}: found no such tensor, expected codes, as config.json says the module is trellis",
+        file.display()
+    )]
+    MissingCodes {
+        /// The file or folder.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+    },
+    /// Codes without scales.
+    #[error(
+        "{}: tensor {tensor}: found no such tensor, expected float16 scales of shape [{expected}]",
+        file.display()
+    )]
+    MissingScales {
+        /// The file that holds the codes.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Rows of the codes.
+        expected: usize,
+    },
+    /// A tensor of a trellis module that the format does not have, and so must not be ignored.
+    #[error("{}: tensor {tensor}: found beside trellis module {module}, expected only {expected}", file.display())]
+    UnknownTensor {
+        /// The file.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The module.
+        module: String,
+        /// The tensors a module may have.
+        expected: String,
+    },
+    /// Codes that are not uint32.
+    #[error("{}: tensor {tensor}: found dtype {found}, expected U32", file.display())]
+    CodesDtype {
+        /// The file.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its dtype.
+        found: Dtype,
+    },
+    /// Codes that are neither 2-D nor 3-D.
+    #[error(
+        "{}: tensor {tensor}: found shape {found:?}, expected [rows, words] or [cols/512, rows, 48]",
+        file.display()
+    )]
+    CodesRank {
+        /// The file.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        found: Vec<usize>,
+    },
+    /// Rows of codes that do not hold a whole number of weights.
+    #[error(
+        "{}: tensor {tensor}: found shape {found:?}, expected words * 32 to be a multiple of bits {bits}",
+        file.display()
+    )]
+    CodesBits {
+        /// The file.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        found: Vec<usize>,
+        /// `k` in `config.json`.
+        bits: u32,
+    },
+    /// Rows of codes that do not hold a whole number of blocks.
+    #[error(
+        "{}: tensor {tensor}: found shape {found:?}, which is {cols} columns at bits {bits}, expected a multiple \
+         of the group size {block}",
+        file.display()
+    )]
+    CodesBlocks {
+        /// The file.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        found: Vec<usize>,
+        /// Columns that follow from it.
+        cols: usize,
+        /// `k` in `config.json`.
+        bits: u32,
+        /// `T` in `config.json`.
+        block: usize,
+    },
+    /// 3-D codes that are not of the interleaved shape, or of a module that cannot be interleaved.
+    #[error(
+        "{}: tensor {tensor}: found shape {found:?} with {parameters}, expected 3-D codes only as \
+         [cols/512, rows, 48] with axis 0, bits 3, group_size 256, L 12",
+        file.display()
+    )]
+    CodesInterleave {
+        /// The file.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        found: Vec<usize>,
+        /// What `config.json` says of the module.
+        parameters: String,
+    },
+    /// A shape of codes that makes no matrix.
+    #[error("{}: tensor {tensor}: found shape {found:?}: {source}", file.display())]
+    CodesGeometry {
+        /// The file.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        found: Vec<usize>,
+        /// What is wrong and what was expected.
+        source: GeometryError,
+    },
+    /// Scales that are not float16.
+    #[error("{}: tensor {tensor}: found dtype {found}, expected F16", file.display())]
+    ScalesDtype {
+        /// The file.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its dtype.
+        found: Dtype,
+    },
+    /// Scales that are not one for each stored row.
+    #[error("{}: tensor {tensor}: found shape {found:?}, expected [{expected}]", file.display())]
+    ScalesShape {
+        /// The file.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        found: Vec<usize>,
+        /// Stored rows.
+        expected: usize,
+    },
+    /// A scale that is NaN or infinite.
+    #[error("{}: tensor {tensor}: row {row}: found scale {found}, expected a finite number", file.display())]
+    ScaleNotFinite {
+        /// The file.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The row.
+        row: usize,
+        /// The scale.
+        found: f16,
+    },
+    /// A bias that is not one number for each output feature.
+    #[error("{}: tensor {tensor}: found shape {found:?}, expected [{expected}]", file.display())]
+    BiasShape {
+        /// The file.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        found: Vec<usize>,
+        /// Output features.
+        expected: usize,
+    },
+    /// A module asked for that the artifact does not have.
+    #[error("{}: module {module}: found {found} trellis modules without it, expected it", file.display())]
+    NoModule {
+        /// The file or folder.
+        file: PathBuf,
+        /// The module.
+        module: String,
+        /// How many trellis modules there are.
+        found: usize,
+    },
+    /// A destination that cannot name a folder.
+    #[error("{}: found no folder name at its end, expected one", path.display())]
+    Destination {
+        /// The destination.
+        path: PathBuf,
+    },
+    /// A destination that is there already.
+    #[error("{}: found it there already, expected a new path (or leave to overwrite)", path.display())]
+    Exists {
+        /// The destination.
+        path: PathBuf,
+    },
+    /// A destination to overwrite that is not an artifact.
+    #[error("{}: found {found}, expected an artifact's folder to overwrite (one with a config.json)", path.display())]
+    NotAnArtifact {
+        /// The destination.
+        path: PathBuf,
+        /// What is there.
+        found: &'static str,
+    },
+    /// Data of the wrong length given to the writer.
+    #[error("{}: tensor {tensor}: found {found} bytes, expected {expected}", file.display())]
+    Length {
+        /// The destination.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Bytes given.
+        found: u128,
+        /// Bytes that shape and dtype ask for.
+        expected: u128,
+    },
+    /// A tensor, module or file given to the writer twice, or under a name that the writer keeps for itself.
+    #[error("{}: found {found} given twice or reserved, expected another name", file.display())]
+    Name {
+        /// The destination.
+        file: PathBuf,
+        /// The name.
+        found: String,
+    },
+    /// A source model quantized by a scheme that the file could not describe any more.
+    #[error(
+        "{}: quantization_config: found quant_method {found}, expected an unquantized model or an mlx one",
+        file.display()
+    )]
+    ForeignQuantization {
+        /// The destination.
+        file: PathBuf,
+        /// The `quant_method`.
+        found: String,
+    },
+    /// A writer that failed before: what it holds is not whole.
+    #[error("{}: found an earlier write that failed, expected a fresh writer", file.display())]
+    Abandoned {
+        /// The destination.
+        file: PathBuf,
+    },
+}
+
+/// Weights that cannot be encoded.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum EncodeError {
+    /// The wrong number of weights.
+    #[error("tensor {tensor:?}: found {found} weights, expected {rows}x{cols}")]
+    Weights {
+        /// The tensor's name.
+        tensor: String,
+        /// Weights given.
+        found: u128,
+        /// Rows expected.
+        rows: usize,
+        /// Columns expected.
+        cols: usize,
+    },
+    /// NaN or infinity among the weights.
+    #[error("tensor {tensor:?}: weight at row {row}, column {col} is {value}, expected a finite number")]
+    NotFinite {
+        /// The tensor's name.
+        tensor: String,
+        /// Row of the stored matrix.
+        row: usize,
+        /// Column of the stored matrix.
+        col: usize,
+        /// The weight.
+        value: f32,
+    },
+    /// A row too large for a binary16 scale.
+    #[error(
+        "tensor {tensor:?}: row {row} has rms {rms:e}, expected one whose scale is finite in binary16 (up to 65504)"
+    )]
+    ScaleOverflow {
+        /// The tensor's name.
+        tensor: String,
+        /// Row of the stored matrix.
+        row: usize,
+        /// The row's root mean square.
+        rms: f64,
+    },
+    /// Instructions that were asked for and that this machine does not have.
+    #[error("encode level {level:?} is not available on this machine")]
+    LevelUnavailable {
+        /// The level.
+        level: EncodeLevel,
+    },
 }

@@ -161,7 +161,7 @@ impl Geometry {
         if !cols.is_multiple_of(block) {
             return Err(GeometryError::Cols { found: cols, block });
         }
-        let total = (rows as u128) * (cols as u128) * u128::from(bits);
+        let total = (rows as u128).saturating_mul(cols as u128).saturating_mul(u128::from(bits));
         if total > 1 << 60 {
             return Err(GeometryError::TooLarge { rows, cols });
         }

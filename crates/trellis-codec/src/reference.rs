@@ -1,6 +1,8 @@
 //! The oracle: decode and multiply, in float64, one weight at a time. Slow on purpose; nothing here is ever
 //! sped up.
 
+use std::ops::Range;
+
 use half::f16;
 
 use crate::codebook;
@@ -154,28 +156,57 @@ pub fn matmul(
     contract: Contract,
     dtype: Dtype,
 ) -> Result<Product, PackError> {
-    let (n, out) = (geometry.in_features(), geometry.out_features());
+    matmul_outputs(geometry, codes, scales, x, m, contract, dtype, 0..geometry.out_features())
+}
+
+/// [`matmul`] for the output features in `outputs` alone, `[m, outputs.len()]`: full-size products are checked on a few
+/// of their outputs.
+///
+/// # Errors
+/// Codes, scales or x of the wrong length, or outputs beyond the last.
+#[allow(clippy::too_many_arguments)]
+pub fn matmul_outputs(
+    geometry: &Geometry,
+    codes: &[u32],
+    scales: &[f16],
+    x: &[f32],
+    m: usize,
+    contract: Contract,
+    dtype: Dtype,
+    outputs: Range<usize>,
+) -> Result<Product, PackError> {
+    check(geometry, codes, scales)?;
+    let n = geometry.in_features();
     if x.len() != m * n {
         return Err(PackError::Length { what: "x", found: x.len(), expected: m * n });
     }
-    let w = decode(geometry, codes, scales, contract, dtype)?;
+    if outputs.end > geometry.out_features() {
+        return Err(PackError::Length {
+            what: "outputs",
+            found: outputs.end,
+            expected: geometry.out_features(),
+        });
+    }
+    let count = outputs.len();
     let mut product = Product {
-        y: vec![0.0; m * out],
-        magnitude: vec![0.0; m * out],
-        square: vec![0.0; m * out],
+        y: vec![0.0; m * count],
+        magnitude: vec![0.0; m * count],
+        square: vec![0.0; m * count],
         terms: n,
     };
-    for row in 0..m {
-        for (i, &x) in x[row * n..(row + 1) * n].iter().enumerate() {
-            for o in 0..out {
-                let w = match geometry.axis() {
-                    Axis::Output => w[i * out + o],
-                    Axis::Input => w[o * n + i],
-                };
-                let term = w * f64::from(x);
-                product.y[row * out + o] += term;
-                product.magnitude[row * out + o] += term.abs();
-                product.square[row * out + o] += term * term;
+    for (at, output) in outputs.enumerate() {
+        for input in 0..n {
+            let (row, col) = match geometry.axis() {
+                Axis::Output => (input, output),
+                Axis::Input => (output, input),
+            };
+            let y = codebook::y(state(geometry, codes, row, col));
+            let w = weight(contract, dtype, y, scales[row]);
+            for r in 0..m {
+                let term = w * f64::from(x[r * n + input]);
+                product.y[r * count + at] += term;
+                product.magnitude[r * count + at] += term.abs();
+                product.square[r * count + at] += term * term;
             }
         }
     }

@@ -87,6 +87,8 @@ fn geometries_outside_the_format_are_refused() {
     assert_eq!(new(3, 12, 256, 0, 256), E::Empty { rows: 0, cols: 256 });
     assert_eq!(new(3, 12, 256, 1, 300), E::Cols { found: 300, block: 256 });
     assert_eq!(new(3, 12, 256, usize::MAX, 256), E::TooLarge { rows: usize::MAX, cols: 256 });
+    let cols = usize::MAX - 255;
+    assert_eq!(new(3, 12, 256, usize::MAX, cols), E::TooLarge { rows: usize::MAX, cols });
     for (axis, k, cols) in [(Axis::Input, 3, 512), (Axis::Output, 2, 512), (Axis::Output, 3, 256)] {
         let g = Geometry::new(axis, k, 12, 256, 4, cols).unwrap();
         assert!(matches!(g.with_layout(Layout::Interleaved), Err(E::Interleave { .. })));
