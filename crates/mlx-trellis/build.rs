@@ -22,6 +22,7 @@ fn main() {
         .include("src/ffi")
         // MLX's headers are not ours to warn about.
         .flag_if_supported("-Wno-unused-parameter")
+        .flag_if_supported("-Wno-unused-variable")
         .file(source)
         .compile("trellis_primitive");
 }

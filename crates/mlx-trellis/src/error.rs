@@ -3,7 +3,7 @@
 use mlx_rs::Dtype;
 use mlx_rs::error::Exception;
 use thiserror::Error;
-use trellis_codec::{ArtifactError, EncodeError, GeometryError};
+use trellis_codec::{ArtifactError, EncodeError, GeometryError, PackError};
 
 /// What can go wrong with a trellis layer.
 #[derive(Debug, Error)]
@@ -30,6 +30,12 @@ pub enum Error {
         what: &'static str,
         /// Its dtype.
         found: Dtype,
+    },
+    /// A tensor of a file that is no floating-point array of MLX's.
+    #[error("tensor is {found:?}, expected F32, F16 or BF16")]
+    TensorDtype {
+        /// Its dtype in the file.
+        found: trellis_codec::artifact::Dtype,
     },
     /// Codes, scales or bias that are not what the geometry asks for.
     #[error("{what} is {found_dtype:?} {found_shape:?}, expected {expected_dtype} {expected_shape:?} for {geometry}")]
@@ -74,6 +80,9 @@ pub enum Error {
     /// A geometry outside the format.
     #[error(transparent)]
     Geometry(#[from] GeometryError),
+    /// A slice that does not fit its geometry.
+    #[error(transparent)]
+    Pack(#[from] PackError),
     /// A weight that cannot be encoded.
     #[error(transparent)]
     Encode(#[from] EncodeError),

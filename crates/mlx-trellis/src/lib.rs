@@ -5,7 +5,7 @@
 //! dense weight to codes. The format and its oracle are in [`trellis_codec`], the CPU's kernels in [`trellis_cpu`].
 #![deny(unsafe_code)]
 
-mod artifact;
+pub mod artifact;
 mod backend;
 pub mod dispatch;
 mod error;
@@ -21,3 +21,13 @@ pub use maybe::{MaybeTrellis, TrellisQuantizable};
 pub use quantize::{AUTO_SAMPLE_ROWS, AxisChoice, QuantizeOptions, choose_axis, quantize_weight};
 pub use trellis_codec::{Axis, EncodeReport, Encoded, Geometry, Layout, bf16, f16};
 pub use weights::{MatmulOptions, TrellisWeights, dequantize, problem, trellis_matmul, trellis_matmul_with};
+
+/// The version of the MLX library that is linked, such as `0.32.2`.
+pub fn mlx_version() -> String {
+    ffi::mlx_version()
+}
+
+/// The README's example, compiled and run with the documentation's own.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

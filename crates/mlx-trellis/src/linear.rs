@@ -8,7 +8,8 @@ use mlx_rs::error::Exception;
 use mlx_rs::module::{Module, ModuleParameters as _, Param};
 use mlx_rs::nn::Linear;
 use mlx_rs::{Array, Dtype};
-use trellis_codec::{Artifact, EncodeReport, Geometry};
+use trellis_codec::artifact::Artifact;
+use trellis_codec::{EncodeReport, Geometry};
 
 use crate::error::Error;
 use crate::quantize::{QuantizeOptions, quantize_weight};

@@ -1,12 +1,15 @@
 //! From a dense weight `W [out, in]` to codes: picks block and axis, then runs the codec's encoder.
 
 use trellis_codec::format::{DEFAULT_BLOCK, DEFAULT_STATE_BITS, WORD_BITS};
-use trellis_codec::{Axis, EncodeOptions, Encoded, Geometry, GeometryError, Layout, encode, pack, to_stored};
+use trellis_codec::{Axis, EncodeOptions, Encoded, Encoder, Geometry, GeometryError, Layout, encode, stored_rows};
 
 use crate::error::Error;
 
 /// Stored rows that [`AxisChoice::Auto`] encodes along each axis before it decides.
 pub const AUTO_SAMPLE_ROWS: usize = 16;
+
+/// Weights that are widened to binary32 at a time.
+const CHUNK_WEIGHTS: usize = 1 << 22;
 
 /// Which axis of `W` to code along.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -73,7 +76,7 @@ impl QuantizeOptions {
     }
 }
 
-/// Encodes `weight`, the row-major `W [out_features, in_features]`.
+/// Encodes `weight`, the row-major `W [out_features, in_features]` in binary32 or in any type that widens to it.
 ///
 /// `tensor` names the weight in errors; `progress` is told the number of weights finished, from any thread.
 /// Deterministic: the same bytes for any number of threads.
@@ -81,8 +84,8 @@ impl QuantizeOptions {
 /// # Errors
 /// Options outside the format, a shape that does not divide into blocks, a weight that is NaN or infinite or whose
 /// scale is.
-pub fn quantize_weight(
-    weight: &[f32],
+pub fn quantize_weight<T: Copy + Into<f32>>(
+    weight: &[T],
     out_features: usize,
     in_features: usize,
     options: &QuantizeOptions,
@@ -90,25 +93,27 @@ pub fn quantize_weight(
     progress: Option<&(dyn Fn(usize) + Sync)>,
 ) -> Result<Encoded, Error> {
     let axis = choose_axis(weight, out_features, in_features, options, tensor)?;
-    let geometry = options.geometry(axis, out_features, in_features)?;
-    let stored = to_stored(axis, weight, out_features, in_features);
-    let encoded = encode(&geometry, &stored, &EncodeOptions { tensor, progress, ..EncodeOptions::default() })?;
-    match geometry.with_layout(Layout::Interleaved) {
-        Ok(_) if options.interleave => {
-            let (codes, geometry) = pack::relayout(&geometry, &encoded.codes, Layout::Interleaved)
-                .map_err(|e| Error::Encode(e.into()))?;
-            Ok(Encoded { codes, geometry, ..encoded })
-        }
-        _ => Ok(encoded),
+    let mut geometry = options.geometry(axis, out_features, in_features)?;
+    if options.interleave {
+        geometry = geometry.with_layout(Layout::Interleaved).unwrap_or(geometry);
     }
+    let options = EncodeOptions { tensor, progress, ..EncodeOptions::default() };
+    let mut encoder = Encoder::new(&geometry, &options)?;
+    // Some rows at a time, so that the binary32 (and for axis 0 transposed) copy is never whole.
+    let step = (CHUNK_WEIGHTS / geometry.cols()).max(1);
+    for first in (0..geometry.rows()).step_by(step) {
+        let rows = first..(first + step).min(geometry.rows());
+        encoder.push_rows(&stored_rows(&geometry, weight, rows)?)?;
+    }
+    Ok(encoder.finish()?)
 }
 
 /// The axis that `options` asks for, decided by measured error where it leaves the choice open.
 ///
 /// # Errors
 /// As [`quantize_weight`].
-pub fn choose_axis(
-    weight: &[f32],
+pub fn choose_axis<T: Copy + Into<f32>>(
+    weight: &[T],
     out_features: usize,
     in_features: usize,
     options: &QuantizeOptions,
@@ -138,19 +143,16 @@ pub fn choose_axis(
 }
 
 /// Relative squared error on evenly spaced rows of the stored matrix.
-fn sample_error(weight: &[f32], geometry: &Geometry, tensor: &str) -> Result<f64, Error> {
+fn sample_error<T: Copy + Into<f32>>(weight: &[T], geometry: &Geometry, tensor: &str) -> Result<f64, Error> {
     let (rows, cols) = (geometry.rows(), geometry.cols());
     let n = rows.min(AUTO_SAMPLE_ROWS);
+    let sampled =
+        Geometry::new(geometry.axis(), geometry.bits(), geometry.state_bits(), geometry.block(), n, cols)?;
     let mut sample = Vec::with_capacity(n * cols);
     for i in 0..n {
         let row = i * rows / n;
-        match geometry.axis() {
-            Axis::Input => sample.extend_from_slice(&weight[row * cols..(row + 1) * cols]),
-            Axis::Output => sample.extend((0..cols).map(|col| weight[col * rows + row])),
-        }
+        sample.extend(stored_rows(geometry, weight, row..row + 1)?);
     }
-    let geometry =
-        Geometry::new(geometry.axis(), geometry.bits(), geometry.state_bits(), geometry.block(), n, cols)?;
-    let encoded = encode(&geometry, &sample, &EncodeOptions { tensor, ..EncodeOptions::default() })?;
+    let encoded = encode(&sampled, &sample, &EncodeOptions { tensor, ..EncodeOptions::default() })?;
     Ok(encoded.report.relative_mse())
 }

@@ -2,7 +2,8 @@
 
 use mlx_rs::{Array, Dtype as MlxDtype};
 use trellis_codec::reference::Dtype;
-use trellis_codec::{Axis, Geometry, TrellisModule};
+use trellis_codec::artifact::TrellisModule;
+use trellis_codec::{Axis, Geometry};
 
 use crate::backend;
 use crate::dispatch::{self, Device, Kernel, Problem};

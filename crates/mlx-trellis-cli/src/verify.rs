@@ -1,0 +1,153 @@
+//! `trellis verify`: reference cases against what this machine computes.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use clap::ValueEnum;
+use mlx_rs::{Array, Dtype as MlxDtype};
+use mlx_trellis::{Axis, TrellisWeights, bf16, dequantize, dispatch, problem, trellis_matmul};
+use serde::Serialize;
+use trellis_codec::cases::{Case, read_cases};
+use trellis_codec::reference::{self, Contract, Dtype};
+use trellis_cpu::{Level, Matrix, decode_packed};
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Folder with an index.json and one safetensors file a case, as tests/golden
+    #[arg(long)]
+    cases: PathBuf,
+    /// Where to compute
+    #[arg(long, value_enum, default_value_t = Backend::Cpu)]
+    backend: Backend,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Backend {
+    /// The CPU, every SIMD level this machine has
+    Cpu,
+}
+
+#[derive(Serialize)]
+struct Report {
+    backend: Backend,
+    cases: usize,
+    failed: usize,
+    skipped: usize,
+    worst_ratio: f64,
+    results: Vec<Outcome>,
+}
+
+#[derive(Serialize)]
+struct Outcome {
+    case: String,
+    check: String,
+    passed: bool,
+    /// For decodes: how many weights differ. For products: how many outputs are beyond the bound.
+    wrong: usize,
+    /// For products: the worst error as a share of its allowance.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    worst_ratio: Option<f64>,
+}
+
+/// Runs the command; exits 1 if a case failed.
+pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    let cases = read_cases(&args.cases)?;
+    let mut results = Vec::new();
+    for case in &cases {
+        results.extend(check(case).with_context(|| format!("case {}", case.name))?);
+    }
+    let mut failed: Vec<&str> = results.iter().filter(|r| !r.passed).map(|r| r.case.as_str()).collect();
+    failed.dedup();
+    let report = Report {
+        backend: args.backend,
+        cases: cases.len(),
+        failed: failed.len(),
+        skipped: 0,
+        worst_ratio: results.iter().filter_map(|r| r.worst_ratio).fold(0.0, f64::max),
+        results,
+    };
+    if args.json {
+        println!("{}", serde_json::to_string(&report)?);
+    } else {
+        print(&report);
+    }
+    Ok(if report.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn print(report: &Report) {
+    for r in &report.results {
+        let verdict = if r.passed { "ok" } else { "FAILED" };
+        match r.worst_ratio {
+            Some(ratio) => println!("{verdict:<6} {} {}: worst {ratio:.3} of the allowance", r.case, r.check),
+            None if r.passed => println!("{verdict:<6} {} {}: every bit equal", r.case, r.check),
+            None => println!("{verdict:<6} {} {}: {} weights differ", r.case, r.check, r.wrong),
+        }
+    }
+    println!(
+        "{} cases, {} failed, {} skipped; worst product {:.3} of the allowance",
+        report.cases, report.failed, report.skipped, report.worst_ratio
+    );
+}
+
+fn check(case: &Case) -> Result<Vec<Outcome>> {
+    let g = &case.geometry;
+    let weights = TrellisWeights::from_slices(&case.codes, &case.scales, *g)?;
+    let mut outcomes = vec![
+        decode(case, "decode float32".to_owned(), &expanded(&weights, MlxDtype::Float32)?, &case.expanded),
+        decode(case, "decode bfloat16".to_owned(), &expanded(&weights, MlxDtype::Bfloat16)?, &case.expanded_bf16),
+    ];
+    let matrix = Matrix::new(*g, &case.codes, &case.scales)?;
+    let x: Vec<bf16> = case.x.iter().map(|&v| bf16::from_f32(v)).collect();
+    for level in Level::available() {
+        let mut packed = vec![0.0; g.rows() * g.cols()];
+        decode_packed(&matrix, level, &mut packed)?;
+        outcomes.push(decode(case, format!("decode packed {level}"), &packed, &case.packed));
+        for contract in [Contract::Packed, Contract::Expanded] {
+            let mut y = vec![bf16::ZERO; case.m * g.out_features()];
+            trellis_cpu::matmul(&matrix, &x, case.m, contract, level, &mut y)?;
+            let y: Vec<f32> = y.iter().map(|v| v.to_f32()).collect();
+            outcomes.push(product(case, format!("product {contract:?} {level}").to_lowercase(), &y, contract)?);
+        }
+    }
+    let x = Array::from_slice(&x, &[i32::try_from(case.m)?, i32::try_from(g.in_features())?]);
+    let choice = dispatch::choose(&problem(&x, g, Default::default())?, &dispatch::Device::current());
+    let y = trellis_matmul(&x, &weights)?.as_dtype(MlxDtype::Float32)?.to_vec_exact::<f32>()?;
+    outcomes.push(product(case, "product in MLX".to_owned(), &y, choice.contract)?);
+    Ok(outcomes)
+}
+
+/// The stored matrix of the lazy dense weight.
+fn expanded(weights: &TrellisWeights, dtype: MlxDtype) -> Result<Vec<f32>> {
+    let w = dequantize(weights, dtype)?.as_dtype(MlxDtype::Float32)?;
+    let stored = if weights.geometry().axis() == Axis::Output { w.transpose()? } else { w };
+    Ok(stored.contiguous()?.to_vec_exact::<f32>()?)
+}
+
+fn decode(case: &Case, check: String, found: &[f32], expected: &[f32]) -> Outcome {
+    let differ = found.iter().zip(expected).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+    let wrong = differ + found.len().abs_diff(expected.len());
+    Outcome { case: case.name.clone(), check, passed: wrong == 0, wrong, worst_ratio: None }
+}
+
+fn product(case: &Case, check: String, found: &[f32], contract: Contract) -> Result<Outcome> {
+    let g = &case.geometry;
+    let mut expected = reference::matmul(g, &case.codes, &case.scales, &case.x, case.m, contract, Dtype::Bf16)?;
+    // The case's own numbers decide; the oracle adds the magnitudes that the bound needs.
+    expected.y = match contract {
+        Contract::Packed => case.y_packed.clone(),
+        _ => case.y_expanded_bf16.clone(),
+    };
+    let (worst, _) = expected.worst(found, Dtype::Bf16, false);
+    let wrong = (0..found.len())
+        .filter(|&i| {
+            let error = (f64::from(found[i]) - expected.y[i]).abs();
+            error.is_nan() || error > expected.allowance(i, Dtype::Bf16, false)
+        })
+        .count();
+    Ok(Outcome { case: case.name.clone(), check, passed: worst <= 1.0, wrong, worst_ratio: Some(worst) })
+}

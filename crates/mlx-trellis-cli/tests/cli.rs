@@ -1,0 +1,220 @@
+//! The binary as a user runs it.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+use trellis_codec::Layout;
+use trellis_codec::artifact::Artifact;
+
+fn golden() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden")
+}
+
+fn trellis(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_trellis")).args(args).output().expect("the binary runs")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Runs a command that must succeed and print one JSON object.
+fn json(args: &[&str]) -> Value {
+    let output = trellis(args);
+    assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{args:?}: {e}: {}", text(&output.stdout)))
+}
+
+/// Runs a command that must fail, and returns what it says.
+fn fails(args: &[&str]) -> String {
+    let output = trellis(args);
+    assert_eq!(output.status.code(), Some(2), "{args:?}: {}", text(&output.stdout));
+    text(&output.stderr)
+}
+
+fn write_safetensors(path: &Path, tensors: &[(&str, Vec<usize>, Vec<f32>)]) {
+    let data: Vec<(String, Vec<usize>, Vec<u8>)> = tensors
+        .iter()
+        .map(|(n, s, v)| ((*n).to_owned(), s.clone(), v.iter().flat_map(|x| x.to_le_bytes()).collect()))
+        .collect();
+    let views: HashMap<&str, safetensors::tensor::TensorView<'_>> = data
+        .iter()
+        .map(|(n, s, b)| {
+            let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, s.clone(), b).unwrap();
+            (n.as_str(), view)
+        })
+        .collect();
+    std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+fn wave(n: usize) -> Vec<f32> {
+    (0..n).map(|i| (i as f32 * 0.37).sin() + (i as f32 * 0.011).cos()).collect()
+}
+
+fn model(folder: &Path) -> PathBuf {
+    let path = folder.join("dense");
+    std::fs::create_dir(&path).unwrap();
+    write_safetensors(
+        &path.join("model.safetensors"),
+        &[
+            ("model.embed_tokens.weight", vec![64, 256], wave(64 * 256)),
+            ("model.layers.0.mlp.down_proj.weight", vec![512, 256], wave(512 * 256)),
+            ("model.layers.0.mlp.up_proj.weight", vec![96, 512], wave(96 * 512)),
+            ("model.layers.0.mlp.odd.weight", vec![30, 50], wave(1500)),
+            ("model.layers.0.norm.weight", vec![256], wave(256)),
+        ],
+    );
+    std::fs::write(path.join("config.json"), r#"{"model_type": "toy", "hidden_size": 256}"#).unwrap();
+    std::fs::write(path.join("tokenizer.json"), "{}").unwrap();
+    path
+}
+
+#[test]
+fn verify_passes_on_the_golden_cases() {
+    let report = json(&["verify", "--cases", golden().to_str().unwrap(), "--json"]);
+    assert_eq!(report["backend"], "cpu");
+    assert_eq!(report["cases"], 14);
+    assert_eq!(report["failed"], 0);
+    assert_eq!(report["skipped"], 0);
+    let worst = report["worst_ratio"].as_f64().unwrap();
+    assert!(worst > 0.0 && worst <= 1.0, "{worst}");
+    assert!(report["results"].as_array().unwrap().len() >= 14 * 4);
+}
+
+#[test]
+fn verify_fails_on_a_wrong_case() {
+    let folder = tempfile::tempdir().unwrap();
+    let name = "golden_06_axis1_k3_L12_T256_m3.safetensors";
+    let mut bytes = std::fs::read(golden().join(name)).unwrap();
+    // One bit of the last tensor's last number.
+    let end = bytes.len() - 1;
+    bytes[end] ^= 0x10;
+    std::fs::write(folder.path().join(name), bytes).unwrap();
+    let index = r#"[{"file": "NAME", "axis": 1, "k": 3, "L": 12, "T": 256, "rows": 24, "cols": 512,
+                     "block_interleave": 0, "m": 3}]"#;
+    std::fs::write(folder.path().join("index.json"), index.replace("NAME", name)).unwrap();
+    let output = trellis(&["verify", "--cases", folder.path().to_str().unwrap(), "--json"]);
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["failed"], 1);
+}
+
+#[test]
+fn quantize_then_inspect() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = model(folder.path());
+    let output = folder.path().join("quantized");
+    let (source, out) = (source.to_str().unwrap(), output.to_str().unwrap());
+    let report = json(&["quantize", source, "-o", out, "--bits", "4", "--axis", "out", "--json"]);
+    let quantized = report["quantized"].as_array().unwrap();
+    assert_eq!(quantized.len(), 2, "{report}");
+    for q in quantized {
+        assert!(q["relative_mse"].as_f64().unwrap() < 0.02, "{q}");
+        assert_eq!(q["axis"], 0);
+    }
+    assert_eq!(quantized[1]["block"], 96);
+    let reasons: Vec<&str> =
+        report["kept"].as_array().unwrap().iter().map(|k| k["reason"].as_str().unwrap()).collect();
+    assert_eq!(reasons.len(), 3);
+    for reason in ["an embedding", "no legal block divides its coded dimension", "not a matrix named .weight"] {
+        assert!(reasons.contains(&reason), "{reasons:?}");
+    }
+    assert!(output.join("tokenizer.json").exists());
+
+    let inspected = json(&["inspect", out, "--json"]);
+    assert_eq!(inspected["modules"].as_array().unwrap().len(), 2);
+    assert_eq!(inspected["others"].as_array().unwrap().len(), 3);
+    let artifact = Artifact::open(&output).unwrap();
+    assert_eq!(artifact.config()["model_type"], "toy");
+    assert!(text(&trellis(&["inspect", out]).stdout).contains("2 trellis modules"));
+
+    let again = fails(&["quantize", source, "-o", out]);
+    assert!(again.contains("quantized"), "{again}");
+    let twice = fails(&["quantize", out, "-o", folder.path().join("b").to_str().unwrap()]);
+    assert!(twice.contains("config.json") && twice.contains("not quantized"), "{twice}");
+}
+
+#[test]
+fn quantize_chooses_by_glob_axis_and_layout() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = model(folder.path());
+    let run = |name: &str, args: &[&str]| {
+        let output = folder.path().join(name);
+        let mut all = vec!["quantize", source.to_str().unwrap(), "-o", output.to_str().unwrap()];
+        all.extend(args);
+        assert!(trellis(&all).status.success());
+        Artifact::open(&output).unwrap()
+    };
+    let artifact = run("a", &["--include", "*down_proj*", "--axis", "out", "--interleave"]);
+    assert_eq!(artifact.modules().len(), 1);
+    assert_eq!(artifact.modules()[0].geometry.layout(), Layout::Interleaved);
+    let artifact = run("b", &["--exclude", "*down_proj*", "--block", "32", "--bits", "2"]);
+    assert_eq!(artifact.modules().len(), 1);
+    assert_eq!(artifact.modules()[0].geometry.block(), 32);
+    let artifact = run("c", &["--include", "*embed*"]);
+    assert_eq!(artifact.modules()[0].path, "model.embed_tokens");
+}
+
+#[test]
+fn quantize_names_what_it_cannot_take() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("bad.safetensors");
+    let mut values = wave(256 * 4);
+    values[300] = f32::NAN;
+    write_safetensors(&file, &[("layer.weight", vec![4, 256], values)]);
+    let output = folder.path().join("out");
+    let error = fails(&["quantize", file.to_str().unwrap(), "-o", output.to_str().unwrap(), "--axis", "in"]);
+    assert!(error.contains("layer.weight") && error.contains("NaN"), "{error}");
+    assert!(!output.exists(), "nothing half-written");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "no temporary folder is left");
+    let error = fails(&["quantize", folder.path().join("none.gguf").to_str().unwrap(), "-o", "x"]);
+    assert!(error.contains("none.gguf"), "{error}");
+}
+
+#[test]
+fn quantize_reads_gguf() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("toy.gguf");
+    let mut gguf = mlx_rs::io::GgufFile::new().unwrap();
+    let weight = mlx_rs::Array::from_slice(&wave(64 * 256), &[64, 256]);
+    gguf.insert_array("blk.0.ffn_up.weight", &weight).unwrap();
+    gguf.insert_array("blk.0.norm.weight", &mlx_rs::Array::from_slice(&wave(64), &[64])).unwrap();
+    gguf.save(&file).unwrap();
+    let output = folder.path().join("out");
+    let report = json(&["quantize", file.to_str().unwrap(), "-o", output.to_str().unwrap(), "--json"]);
+    assert_eq!(report["quantized"].as_array().unwrap().len(), 1);
+    assert_eq!(report["kept"].as_array().unwrap().len(), 1);
+    assert_eq!(Artifact::open(&output).unwrap().modules()[0].path, "blk.0.ffn_up");
+}
+
+#[test]
+fn bench_matmul_prints_its_rows() {
+    let args =
+        ["bench", "matmul", "--rows", "512", "--cols", "512", "--bits", "2,3", "--m", "1,8", "--rounds", "2"];
+    let mut args = args.to_vec();
+    args.extend(["--rotate-mib", "1", "--json"]);
+    for axis in ["in", "out"] {
+        let mut args = args.clone();
+        args.extend(["--axis", axis]);
+        let report = json(&args);
+        let rows = report["rows"].as_array().unwrap();
+        assert_eq!(rows.len(), 2 * 2 * 3);
+        for name in ["trellis", "mlx-affine", "dense"] {
+            assert!(rows.iter().any(|r| r["name"] == name));
+        }
+        for key in ["axis", "bits", "m", "median_us", "min_us", "max_us", "weights_per_s", "share_of_floor"] {
+            assert!(rows.iter().all(|r| r[key].is_number()), "{key}");
+        }
+        assert!(report["machine"]["read_bytes_per_s"].as_f64().unwrap() > 0.0);
+    }
+}
+
+#[test]
+fn bench_encode_prints_its_rows() {
+    let report = json(&["bench", "encode", "--bits", "2,3", "--blocks", "16", "--rounds", "1", "--json"]);
+    let rows = report["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 2);
+    assert!(rows.iter().all(|r| r["mse"].as_f64().unwrap() > 0.0 && r["weights_per_s"].as_f64().unwrap() > 0.0));
+}
