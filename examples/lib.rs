@@ -35,9 +35,22 @@ pub fn worst_error(
     let out = geometry.out_features();
     let y = y.as_dtype(Dtype::Float32)?.to_vec_exact::<f32>().context("y is not contiguous")?;
     let found: Vec<f32> = y.chunks_exact(out).flat_map(|row| row[outputs.clone()].to_vec()).collect();
-    let expected =
-        reference::matmul_outputs(geometry, &codes, &scales, &x, problem.m, contract, problem.dtype, outputs)?;
+    let expected = reference::matmul_outputs(
+        geometry,
+        &codes,
+        &scales,
+        &x,
+        problem.m,
+        contract,
+        problem.dtype,
+        outputs,
+    )?;
     let (worst, at) = expected.worst(&found, problem.dtype, false);
-    ensure!(worst <= 1.0, "output {} differs from {} by {worst:.2} of the allowance", found[at], expected.y[at]);
+    ensure!(
+        worst <= 1.0,
+        "output {} differs from {} by {worst:.2} of the allowance",
+        found[at],
+        expected.y[at]
+    );
     Ok(worst)
 }

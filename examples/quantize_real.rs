@@ -9,8 +9,8 @@
 
 use anyhow::{Context, Result};
 use mlx_rs::io::GgufFile;
-use mlx_rs::nn::Linear;
 use mlx_rs::module::Param;
+use mlx_rs::nn::Linear;
 use mlx_rs::{Array, Dtype, ops};
 use mlx_trellis::{Axis, AxisChoice, QuantizeOptions, TrellisLinear};
 use mlx_trellis_examples::{gaussian, worst_error};
@@ -21,7 +21,9 @@ const GGUF_GROUP: i32 = 32;
 const ROWS: usize = 16;
 
 fn main() -> Result<()> {
-    let path = std::env::args().nth(1).context("usage: quantize_real FILE.gguf (cargo xtask fetch smollm2 gets one)")?;
+    let path = std::env::args()
+        .nth(1)
+        .context("usage: quantize_real FILE.gguf (cargo xtask fetch smollm2 gets one)")?;
     let file = GgufFile::load(&path).with_context(|| path.clone())?;
     for name in ["blk.0.ffn_down", "blk.0.ffn_gate"] {
         let weight = dense(&file, name)?;

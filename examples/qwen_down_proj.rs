@@ -42,7 +42,8 @@ fn random_weights(bits: u32) -> Result<TrellisWeights> {
     let geometry = Geometry::for_linear(Axis::Output, bits, 12, 256, OUT_FEATURES, IN_FEATURES)?;
     let mut rng = SmallRng::seed_from_u64(u64::from(bits));
     let codes: Vec<u32> = (0..geometry.words()).map(|_| rng.random()).collect();
-    let scales: Vec<f16> = (0..geometry.rows()).map(|_| f16::from_f32(rng.random_range(0.005..0.02))).collect();
+    let scales: Vec<f16> =
+        (0..geometry.rows()).map(|_| f16::from_f32(rng.random_range(0.005..0.02))).collect();
     Ok(TrellisWeights::from_slices(&codes, &scales, geometry)?)
 }
 
@@ -64,7 +65,8 @@ fn run(weights: &TrellisWeights, dense: &Array, m: usize) -> Result<()> {
 
     let worst = worst_error(&x, weights, &y, 0..CHECKED)?;
     let expected = ops::matmul(x.as_dtype(Dtype::Float32)?, dense.t())?;
-    let off = ops::max(ops::abs(y.as_dtype(Dtype::Float32)?.subtract(&expected)?)?, None)?.item_exact::<f32>();
+    let off =
+        ops::max(ops::abs(y.as_dtype(Dtype::Float32)?.subtract(&expected)?)?, None)?.item_exact::<f32>();
     let scale = ops::max(ops::abs(&expected)?, None)?.item_exact::<f32>();
     ensure!(off <= scale * 0.01, "the dense product differs by {off} where the largest output is {scale}");
 

@@ -8,7 +8,11 @@ use trellis_codec::ArtifactError;
 use trellis_codec::artifact::{ArtifactWriter, Dtype, RawTensor, WriteOptions};
 
 fn bf16_array(case: &trellis_codec::cases::Case) -> Array {
-    array(&case.x, &[case.m as i32, case.geometry.in_features() as i32], trellis_codec::reference::Dtype::Bf16)
+    array(
+        &case.x,
+        &[case.m as i32, case.geometry.in_features() as i32],
+        trellis_codec::reference::Dtype::Bf16,
+    )
 }
 
 #[test]
@@ -18,7 +22,8 @@ fn golden_cases_as_layers_of_a_file() {
     let cases = golden();
     let mut writer = ArtifactWriter::create(&path, WriteOptions::default()).unwrap();
     for (i, case) in cases.iter().enumerate() {
-        let bias: Vec<u8> = (0..case.geometry.out_features()).flat_map(|j| (j as f32).to_le_bytes()).collect();
+        let bias: Vec<u8> =
+            (0..case.geometry.out_features()).flat_map(|j| (j as f32).to_le_bytes()).collect();
         let shape = [case.geometry.out_features()];
         let bias = RawTensor { dtype: Dtype::F32, shape: &shape, bytes: &bias };
         let bias = i.is_multiple_of(2).then_some(bias);

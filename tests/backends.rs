@@ -28,13 +28,22 @@ fn golden_cases() {
         for case in golden() {
             let matrix = Matrix::of_case(&case);
             assert_eq!(bits(&stored(&matrix, Dtype::F32)), bits(&case.expanded), "{backend:?} {}", case.name);
-            assert_eq!(bits(&stored(&matrix, Dtype::Bf16)), bits(&case.expanded_bf16), "{backend:?} {}", case.name);
+            assert_eq!(
+                bits(&stored(&matrix, Dtype::Bf16)),
+                bits(&case.expanded_bf16),
+                "{backend:?} {}",
+                case.name
+            );
             let x = array(&case.x, &[case.m as i32, case.geometry.in_features() as i32], Dtype::Bf16);
             let y = values(&trellis_matmul(&x, &matrix.weights()).unwrap());
             let contract = contract(case.m);
             let mut product = matrix.product(&case.x, case.m, contract, Dtype::Bf16);
             // The independent program's numbers, not our oracle's.
-            product.y = if contract == Contract::Packed { case.y_packed.clone() } else { case.y_expanded_bf16.clone() };
+            product.y = if contract == Contract::Packed {
+                case.y_packed.clone()
+            } else {
+                case.y_expanded_bf16.clone()
+            };
             let worst = assert_within(&y, &product, Dtype::Bf16, &case.name);
             println!("{} {}: worst {worst:.3} of the allowance", backend.name(), case.name);
         }
@@ -110,13 +119,13 @@ fn full_size(#[values(2, 3, 4)] k: u32) {
     for m in [1, 4, 5, 8] {
         let x = activations(m * g.in_features(), Dtype::Bf16, 7);
         let y = values(
-            &trellis_matmul(&array(&x, &[m as i32, g.in_features() as i32], Dtype::Bf16), &whole.weights()).unwrap(),
+            &trellis_matmul(&array(&x, &[m as i32, g.in_features() as i32], Dtype::Bf16), &whole.weights())
+                .unwrap(),
         );
         for block in [0, g.blocks_per_row() / 2, g.blocks_per_row() - 1] {
             let (part, columns) = column_block(&whole, block);
-            let found: Vec<f32> = (0..m)
-                .flat_map(|row| y[row * g.out_features()..][columns.clone()].to_vec())
-                .collect();
+            let found: Vec<f32> =
+                (0..m).flat_map(|row| y[row * g.out_features()..][columns.clone()].to_vec()).collect();
             let product = part.product(&x, m, contract(m), Dtype::Bf16);
             let worst = assert_within(&found, &product, Dtype::Bf16, &format!("{g} m={m} block {block}"));
             println!("{g} m={m} block {block}: worst {worst:.3} of the allowance");
@@ -137,7 +146,8 @@ fn column_block(whole: &Matrix, block: usize) -> (Matrix, std::ops::Range<usize>
 #[test]
 fn nan_infinity_and_zero_scales_propagate() {
     let mut matrix = Matrix::random(Geometry::new(Axis::Output, 3, 12, 256, 4, 256).unwrap(), 1);
-    matrix.scales = vec![mlx_trellis::f16::ZERO, mlx_trellis::f16::ONE, mlx_trellis::f16::ONE, mlx_trellis::f16::ONE];
+    matrix.scales =
+        vec![mlx_trellis::f16::ZERO, mlx_trellis::f16::ONE, mlx_trellis::f16::ONE, mlx_trellis::f16::ONE];
     for m in [1usize, 5] {
         let run = |row: [f32; 4]| {
             let x: Vec<f32> = row.repeat(m);

@@ -9,7 +9,7 @@ use mlx_rs::ops::{matmul, ones};
 use mlx_rs::transforms::compile::compile;
 use mlx_rs::{Array, Axes, Dtype as MlxDtype, memory};
 use mlx_trellis::{
-    AxisChoice, Axis, Error, Geometry, Layout, MatmulOptions, MaybeTrellis, QuantizeOptions, TrellisLinear,
+    Axis, AxisChoice, Error, Geometry, Layout, MatmulOptions, MaybeTrellis, QuantizeOptions, TrellisLinear,
     TrellisQuantizable, TrellisWeights, dequantize, trellis_matmul,
 };
 use mlx_trellis_tests::*;
@@ -59,7 +59,8 @@ fn nothing_is_computed_before_eval() {
 #[rstest]
 fn leading_dimensions(
     #[values(Axis::Output, Axis::Input)] axis: Axis,
-    #[values(&[256], &[1, 256], &[7, 256], &[2, 3, 256], &[2, 1, 2, 256], &[0, 256], &[3, 0, 256])] shape: &[i32],
+    #[values(&[256], &[1, 256], &[7, 256], &[2, 3, 256], &[2, 1, 2, 256], &[0, 256], &[3, 0, 256])]
+    shape: &[i32],
 ) {
     let m = matrix(axis);
     let x = x(shape, 1);
@@ -266,7 +267,8 @@ fn a_model_swaps_layer_by_layer() {
 fn a_model_saves_and_loads() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
-    let options = QuantizeOptions::with_bits(3);
+    // The geometry is the model's, not the file's: both must choose the same axis.
+    let options = QuantizeOptions { axis: AxisChoice::Input, ..QuantizeOptions::with_bits(3) };
     let quantized = || {
         let m = mlp();
         Mlp { up: m.up.try_into_trellis(&options).unwrap(), down: m.down.try_into_trellis(&options).unwrap() }
@@ -294,7 +296,11 @@ fn quantize_keeps_bias_and_shape(
     let error: f64 = w.iter().zip(&q).map(|(a, b)| f64::from(a - b).powi(2)).sum();
     assert!((error - report.squared_error).abs() < 1e-3 * error, "{error} {}", report.squared_error);
     // Uniform weights, a little easier than Gaussian ones.
-    assert!(report.relative_mse() < [0.29, 0.08, 0.022, 0.007][bits as usize - 1], "{}", report.relative_mse());
+    assert!(
+        report.relative_mse() < [0.29, 0.08, 0.022, 0.007][bits as usize - 1],
+        "{}",
+        report.relative_mse()
+    );
     let x = x(&[2, 512], 3);
     let expected = matmul(&x, layer.dequantize(MlxDtype::Float32).unwrap().t()).unwrap();
     close(&layer.forward(&x).unwrap(), &(&expected + dense.bias.value.as_ref().unwrap()), 1e-4);
@@ -325,7 +331,10 @@ fn weights_that_cannot_be_coded_are_refused() {
     let error = TrellisLinear::quantize(&dense, &options(AxisChoice::Input)).unwrap_err();
     assert!(matches!(error, Error::Encode(_)) && error.to_string().contains("weight"), "{error}");
     dense.weight.value = ones::<f32>(&[256]).unwrap();
-    assert!(matches!(TrellisLinear::quantize(&dense, &options(AxisChoice::Auto)), Err(Error::NotAMatrix { .. })));
+    assert!(matches!(
+        TrellisLinear::quantize(&dense, &options(AxisChoice::Auto)),
+        Err(Error::NotAMatrix { .. })
+    ));
     dense.weight.value = Array::from_slice(&[1i32; 256], &[1, 256]);
     assert!(matches!(TrellisLinear::quantize(&dense, &options(AxisChoice::Auto)), Err(Error::Dtype { .. })));
 }

@@ -105,7 +105,8 @@ impl Matrix {
 
     /// As MLX arrays.
     pub fn weights(&self) -> TrellisWeights {
-        TrellisWeights::from_slices(&self.codes, &self.scales, self.geometry).expect("slices fit the geometry")
+        TrellisWeights::from_slices(&self.codes, &self.scales, self.geometry)
+            .expect("slices fit the geometry")
     }
 
     /// The oracle's product.
@@ -135,7 +136,9 @@ pub fn array(values: &[f32], shape: &[i32], dtype: Dtype) -> Array {
     match dtype {
         Dtype::F32 => Array::from_slice(values, shape),
         Dtype::F16 => Array::from_slice(&values.iter().map(|&v| f16::from_f32(v)).collect::<Vec<_>>(), shape),
-        Dtype::Bf16 => Array::from_slice(&values.iter().map(|&v| bf16::from_f32(v)).collect::<Vec<_>>(), shape),
+        Dtype::Bf16 => {
+            Array::from_slice(&values.iter().map(|&v| bf16::from_f32(v)).collect::<Vec<_>>(), shape)
+        }
     }
 }
 

@@ -12,7 +12,11 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 #[derive(Parser)]
-#[command(name = "trellis", version, about = "Quantize, inspect, verify and measure trellis-coded weights for MLX")]
+#[command(
+    name = "trellis",
+    version,
+    about = "Quantize, inspect, verify and measure trellis-coded weights for MLX"
+)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -104,8 +104,11 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     copy_companions(&source, &mut writer)?;
 
     let tensors = source.tensors();
-    let total: usize =
-        tensors.iter().filter(|(n, s)| filter.refusal(&source, n, s).is_none()).map(|(_, s)| s[0] * s[1]).sum();
+    let total: usize = tensors
+        .iter()
+        .filter(|(n, s)| filter.refusal(&source, n, s).is_none())
+        .map(|(_, s)| s[0] * s[1])
+        .sum();
     let progress = Progress::new(total as u64, args.json);
     let (mut quantized, mut kept) = (Vec::new(), Vec::new());
     for (name, shape) in &tensors {
@@ -116,7 +119,13 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
                 match quantize(&source, name, shape, &options, &progress) {
                     Ok(encoded) => {
                         let module = name.strip_suffix(".weight").unwrap_or(name);
-                        writer.add_module(module, &encoded.geometry, &encoded.codes, &encoded.scales, None)?;
+                        writer.add_module(
+                            module,
+                            &encoded.geometry,
+                            &encoded.codes,
+                            &encoded.scales,
+                            None,
+                        )?;
                         let row = row(module, &encoded, start.elapsed().as_secs_f64());
                         progress.line(&row.to_string());
                         quantized.push(row);
@@ -192,7 +201,11 @@ impl std::fmt::Display for Quantized {
             self.seconds
         )?;
         if self.zero_rows + self.underflowed_rows > 0 {
-            write!(f, " ({} rows of zeros, {} rows too small for a scale)", self.zero_rows, self.underflowed_rows)?;
+            write!(
+                f,
+                " ({} rows of zeros, {} rows too small for a scale)",
+                self.zero_rows, self.underflowed_rows
+            )?;
         }
         Ok(())
     }
@@ -310,7 +323,9 @@ fn copy_companions(source: &Source, writer: &mut ArtifactWriter) -> Result<()> {
     files.sort();
     for file in files {
         let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let written = name == "config.json" || name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json");
+        let written = name == "config.json"
+            || name.ends_with(".safetensors")
+            || name.ends_with(".safetensors.index.json");
         if file.is_file() && !written && !name.starts_with('.') {
             writer.copy_file(&file)?;
         }

@@ -147,7 +147,8 @@ fn read_gguf(path: &Path) -> Result<BTreeMap<String, GgufTensor>> {
     let mut tensors = BTreeMap::new();
     for name in names {
         let stem = name.strip_suffix(".weight").map(|s| (format!("{s}.scales"), format!("{s}.biases")));
-        if let Some((scales, biases)) = stem.filter(|(s, b)| arrays.contains_key(s) && arrays.contains_key(b)) {
+        if let Some((scales, biases)) = stem.filter(|(s, b)| arrays.contains_key(s) && arrays.contains_key(b))
+        {
             let take = |arrays: &mut std::collections::HashMap<String, Array>, n: &str| {
                 arrays.remove(n).with_context(|| format!("tensor {n} is missing"))
             };

@@ -99,7 +99,12 @@ fn check(case: &Case) -> Result<Vec<Outcome>> {
     let weights = TrellisWeights::from_slices(&case.codes, &case.scales, *g)?;
     let mut outcomes = vec![
         decode(case, "decode float32".to_owned(), &expanded(&weights, MlxDtype::Float32)?, &case.expanded),
-        decode(case, "decode bfloat16".to_owned(), &expanded(&weights, MlxDtype::Bfloat16)?, &case.expanded_bf16),
+        decode(
+            case,
+            "decode bfloat16".to_owned(),
+            &expanded(&weights, MlxDtype::Bfloat16)?,
+            &case.expanded_bf16,
+        ),
     ];
     let matrix = Matrix::new(*g, &case.codes, &case.scales)?;
     let x: Vec<bf16> = case.x.iter().map(|&v| bf16::from_f32(v)).collect();
@@ -111,7 +116,12 @@ fn check(case: &Case) -> Result<Vec<Outcome>> {
             let mut y = vec![bf16::ZERO; case.m * g.out_features()];
             trellis_cpu::matmul(&matrix, &x, case.m, contract, level, &mut y)?;
             let y: Vec<f32> = y.iter().map(|v| v.to_f32()).collect();
-            outcomes.push(product(case, format!("product {contract:?} {level}").to_lowercase(), &y, contract)?);
+            outcomes.push(product(
+                case,
+                format!("product {contract:?} {level}").to_lowercase(),
+                &y,
+                contract,
+            )?);
         }
     }
     let x = Array::from_slice(&x, &[i32::try_from(case.m)?, i32::try_from(g.in_features())?]);
@@ -136,7 +146,8 @@ fn decode(case: &Case, check: String, found: &[f32], expected: &[f32]) -> Outcom
 
 fn product(case: &Case, check: String, found: &[f32], contract: Contract) -> Result<Outcome> {
     let g = &case.geometry;
-    let mut expected = reference::matmul(g, &case.codes, &case.scales, &case.x, case.m, contract, Dtype::Bf16)?;
+    let mut expected =
+        reference::matmul(g, &case.codes, &case.scales, &case.x, case.m, contract, Dtype::Bf16)?;
     // The case's own numbers decide; the oracle adds the magnitudes that the bound needs.
     expected.y = match contract {
         Contract::Packed => case.y_packed.clone(),

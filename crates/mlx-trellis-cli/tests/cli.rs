@@ -24,7 +24,8 @@ fn text(bytes: &[u8]) -> String {
 fn json(args: &[&str]) -> Value {
     let output = trellis(args);
     assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));
-    serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{args:?}: {e}: {}", text(&output.stdout)))
+    serde_json::from_slice(&output.stdout)
+        .unwrap_or_else(|e| panic!("{args:?}: {e}: {}", text(&output.stdout)))
 }
 
 /// Runs a command that must fail, and returns what it says.
@@ -118,7 +119,8 @@ fn quantize_then_inspect() {
     let reasons: Vec<&str> =
         report["kept"].as_array().unwrap().iter().map(|k| k["reason"].as_str().unwrap()).collect();
     assert_eq!(reasons.len(), 3);
-    for reason in ["an embedding", "no legal block divides its coded dimension", "not a matrix named .weight"] {
+    for reason in ["an embedding", "no legal block divides its coded dimension", "not a matrix named .weight"]
+    {
         assert!(reasons.contains(&reason), "{reasons:?}");
     }
     assert!(output.join("tokenizer.json").exists());
@@ -216,5 +218,7 @@ fn bench_encode_prints_its_rows() {
     let report = json(&["bench", "encode", "--bits", "2,3", "--blocks", "16", "--rounds", "1", "--json"]);
     let rows = report["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 2);
-    assert!(rows.iter().all(|r| r["mse"].as_f64().unwrap() > 0.0 && r["weights_per_s"].as_f64().unwrap() > 0.0));
+    assert!(
+        rows.iter().all(|r| r["mse"].as_f64().unwrap() > 0.0 && r["weights_per_s"].as_f64().unwrap() > 0.0)
+    );
 }

@@ -103,7 +103,10 @@ pub fn choose(problem: &Problem, device: &Device) -> Choice {
         if problem.m <= MAX_PACKED_ROWS {
             break 'found (Kernel::CpuPacked, Contract::Packed);
         }
-        refuse(Kernel::CpuPacked, format!("M is {}, at most {MAX_PACKED_ROWS} rows keep contract P", problem.m));
+        refuse(
+            Kernel::CpuPacked,
+            format!("M is {}, at most {MAX_PACKED_ROWS} rows keep contract P", problem.m),
+        );
         (Kernel::CpuTiled, Contract::Expanded)
     };
     Choice { kernel, contract, level: device.cpu, refused }
@@ -129,7 +132,11 @@ mod tests {
         ] {
             let problem = Problem { geometry, m, dtype: Dtype::Bf16, factored };
             let choice = choose(&problem, &device);
-            assert_eq!((choice.kernel, choice.contract), (kernel, contract), "m = {m}, factored = {factored}");
+            assert_eq!(
+                (choice.kernel, choice.contract),
+                (kernel, contract),
+                "m = {m}, factored = {factored}"
+            );
             assert_eq!(choice.refused.len(), passed_over, "m = {m}, factored = {factored}");
             assert_eq!(choice.level, Level::Scalar);
         }

@@ -38,7 +38,9 @@ pub enum Error {
         found: trellis_codec::artifact::Dtype,
     },
     /// Codes, scales or bias that are not what the geometry asks for.
-    #[error("{what} is {found_dtype:?} {found_shape:?}, expected {expected_dtype} {expected_shape:?} for {geometry}")]
+    #[error(
+        "{what} is {found_dtype:?} {found_shape:?}, expected {expected_dtype} {expected_shape:?} for {geometry}"
+    )]
     Parameter {
         /// `weight`, `scales` or `bias`.
         what: &'static str,

@@ -1,7 +1,9 @@
 //! From a dense weight `W [out, in]` to codes: picks block and axis, then runs the codec's encoder.
 
 use trellis_codec::format::{DEFAULT_BLOCK, DEFAULT_STATE_BITS, WORD_BITS};
-use trellis_codec::{Axis, EncodeOptions, Encoded, Encoder, Geometry, GeometryError, Layout, encode, stored_rows};
+use trellis_codec::{
+    Axis, EncodeOptions, Encoded, Encoder, Geometry, GeometryError, Layout, encode, stored_rows,
+};
 
 use crate::error::Error;
 
@@ -43,7 +45,13 @@ pub struct QuantizeOptions {
 
 impl Default for QuantizeOptions {
     fn default() -> Self {
-        Self { bits: 3, axis: AxisChoice::Auto, state_bits: DEFAULT_STATE_BITS, block: None, interleave: false }
+        Self {
+            bits: 3,
+            axis: AxisChoice::Auto,
+            state_bits: DEFAULT_STATE_BITS,
+            block: None,
+            interleave: false,
+        }
     }
 }
 

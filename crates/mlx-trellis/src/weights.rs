@@ -1,8 +1,8 @@
 //! A trellis-coded matrix as MLX arrays, and the two things done with it: multiply and decode.
 
 use mlx_rs::{Array, Dtype as MlxDtype};
-use trellis_codec::reference::Dtype;
 use trellis_codec::artifact::TrellisModule;
+use trellis_codec::reference::Dtype;
 use trellis_codec::{Axis, Geometry};
 
 use crate::backend;
@@ -36,7 +36,11 @@ impl TrellisWeights {
     ///
     /// # Errors
     /// [`Error::TooLarge`] for dimensions beyond 31 bits, an [`Error::Parameter`] for slices of the wrong length.
-    pub fn from_slices(codes: &[u32], scales: &[trellis_codec::f16], geometry: Geometry) -> Result<Self, Error> {
+    pub fn from_slices(
+        codes: &[u32],
+        scales: &[trellis_codec::f16],
+        geometry: Geometry,
+    ) -> Result<Self, Error> {
         check_dims(&geometry)?;
         let mismatch = |what, dtype, found: usize, expected_dtype, expected: Vec<usize>| Error::Parameter {
             what,
@@ -50,12 +54,18 @@ impl TrellisWeights {
             return Err(mismatch("weight", MlxDtype::Uint32, codes.len(), "uint32", geometry.codes_shape()));
         }
         if scales.len() != geometry.rows() {
-            return Err(mismatch("scales", MlxDtype::Float16, scales.len(), "float16", vec![geometry.rows()]));
+            return Err(mismatch(
+                "scales",
+                MlxDtype::Float16,
+                scales.len(),
+                "float16",
+                vec![geometry.rows()],
+            ));
         }
         let shape: Vec<i32> = geometry.codes_shape().iter().map(|&d| d as i32).collect();
         // Flat first: mlx-rs multiplies the dimensions of a shape in 32 bits.
-        let words = i32::try_from(codes.len())
-            .map_err(|_| Error::TooLarge { what: "weight", found: codes.len() })?;
+        let words =
+            i32::try_from(codes.len()).map_err(|_| Error::TooLarge { what: "weight", found: codes.len() })?;
         let codes = Array::from_slice(codes, &[words]).reshape(&shape)?;
         let scales = Array::from_slice(scales, &[geometry.rows() as i32]);
         Self::new(codes, scales, geometry)
@@ -120,7 +130,11 @@ pub fn trellis_matmul(x: &Array, weights: &TrellisWeights) -> Result<Array, Erro
 ///
 /// # Errors
 /// As [`trellis_matmul`].
-pub fn trellis_matmul_with(x: &Array, weights: &TrellisWeights, options: MatmulOptions) -> Result<Array, Error> {
+pub fn trellis_matmul_with(
+    x: &Array,
+    weights: &TrellisWeights,
+    options: MatmulOptions,
+) -> Result<Array, Error> {
     let problem = problem(x, &weights.geometry, options)?;
     let choice = dispatch::choose(&problem, &Device::current());
     match choice.kernel {

@@ -1,5 +1,5 @@
-//! Encodes Gaussian weights at every level this machine has and prints speed and error, after checking that all
-//! levels give the same bytes and that the codes decode to the error reported.
+//! Encodes Gaussian weights at every level this machine has and prints speed and error, after checking that
+//! all levels give the same bytes and that the codes decode to the error reported.
 //!
 //! ```text
 //! cargo run --release -p trellis-codec --example encode_speed [blocks, default 1024]
@@ -24,7 +24,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let geometry = Geometry::new(Axis::Input, bits, 12, 256, 1, weights.len())?;
         let mut first: Option<Encoded> = None;
         for level in EncodeLevel::available() {
-            // The slowest level gets a share of the blocks when it would hold up the rest.
             let options = EncodeOptions { tensor: "gaussian", level, ..Default::default() };
             let mut seconds = f64::INFINITY;
             let mut encoded = None;

@@ -97,19 +97,30 @@ pub fn read_cases(dir: &Path) -> Result<Vec<Case>, CaseError> {
     entries.iter().map(|entry| read_case(dir, entry)).collect()
 }
 
-/// Reads `dir/codebook_1mad_L12.safetensors`: for each of the 4096 states `y`, the exact and the unrefined value.
+/// The 1MAD code's values at `L` = 12, state by state.
+#[derive(Debug, Clone)]
+pub struct Codebook {
+    /// `y` of each of the 4096 states.
+    pub y: Vec<i16>,
+    /// `y / d`, correctly rounded.
+    pub exact: Vec<f32>,
+    /// `fl(y * fl(1/d))`.
+    pub unrefined: Vec<f32>,
+}
+
+/// Reads `dir/codebook_1mad_L12.safetensors`.
 ///
 /// # Errors
 /// A missing or malformed file, naming it.
-pub fn read_codebook(dir: &Path) -> Result<(Vec<i16>, Vec<f32>, Vec<f32>), CaseError> {
+pub fn read_codebook(dir: &Path) -> Result<Codebook, CaseError> {
     let path = dir.join("codebook_1mad_L12.safetensors");
     let bytes = read(&path)?;
     let file = Opened::new(&path, &bytes)?;
-    Ok((
-        file.numbers("y", i16::from_le_bytes)?,
-        file.numbers("exact_f32", f32::from_le_bytes)?,
-        file.numbers("unrefined_f32", f32::from_le_bytes)?,
-    ))
+    Ok(Codebook {
+        y: file.numbers("y", i16::from_le_bytes)?,
+        exact: file.numbers("exact_f32", f32::from_le_bytes)?,
+        unrefined: file.numbers("unrefined_f32", f32::from_le_bytes)?,
+    })
 }
 
 fn read_case(dir: &Path, entry: &Entry) -> Result<Case, CaseError> {

@@ -34,6 +34,7 @@ pub const CODE_INCREMENT: u32 = 76_625_530;
 /// Mean of the sum of four uniform bytes, `4 * 255 / 2`: subtracted so that `y` is centred.
 pub const CODE_BIAS: i32 = 510;
 /// The divisor that takes `y` to unit variance (QTIP's published 1MAD decoder); exact in binary32.
+#[allow(clippy::excessive_precision)] // all the digits of the format's statement, so that it can be searched for
 pub const CODE_DIVISOR: f32 = 147.800_537_109_375;
 /// Root mean square of `value` over all 4096 states at `L` = 12: the encoder divides a row's rms by it.
 pub const LUT_RMS: f64 = 1.004_107;

@@ -1,7 +1,7 @@
 //! The trellis-coded weight format (QTIP's "1MAD" code), in pure Rust.
 //!
 //! [`format`](mod@format) states it; [`pack`] turns trellis states into words and back; [`codebook`] gives a
-//! state its value; [`reference`] is the float64 oracle every back end is tested against; [`artifact`] reads
+//! state its value; [`mod@reference`] is the float64 oracle every back end is tested against; [`artifact`] reads
 //! and writes files; [`cases`] reads folders of reference cases.
 #![deny(unsafe_code)]
 

@@ -46,8 +46,8 @@ fn oracle(weights: &[f32], encoded: &Encoded) -> (f64, Vec<u32>) {
     (error, pack::unpack(g, &encoded.codes).unwrap())
 }
 
-/// Viterbi from the definition, in float64 over whole states: the least cost of a path over `x` whose first state
-/// continues overlap `start` (any, if `None`) and whose last leaves overlap `end`.
+/// Viterbi from the definition, in float64 over whole states: the least cost of a path over `x` whose first
+/// state continues overlap `start` (any, if `None`) and whose last leaves overlap `end`.
 fn naive(k: u32, l: u32, x: &[f32], start: Option<u32>, end: Option<u32>) -> f64 {
     let mask = (1u32 << (l - k)) - 1;
     let cost = |x: f32, s: u32| (f64::from(x) - f64::from(codebook::exact(codebook::y(s)))).powi(2);
@@ -66,8 +66,8 @@ fn naive(k: u32, l: u32, x: &[f32], start: Option<u32>, end: Option<u32>) -> f64
     ends.map(|s| total[s as usize]).fold(f64::INFINITY, f64::min)
 }
 
-/// Both passes are optimal: no path through the block's own overlap costs less than the block's, and no path over
-/// the rotated block costs less than the best through that overlap in its middle.
+/// Both passes are optimal: no path through the block's own overlap costs less than the block's, and no path
+/// over the rotated block costs less than the best through that overlap in its middle.
 #[test]
 fn agrees_with_a_naive_search() {
     for (k, l, t) in [
@@ -108,8 +108,8 @@ fn agrees_with_a_naive_search() {
     }
 }
 
-/// Relative error on Gaussian weights, one scale for all. `TRELLIS_FULL=1` runs the 4096 blocks that the bars are
-/// stated for; 256 blocks may be 2 % worse.
+/// Relative error on Gaussian weights, one scale for all. `TRELLIS_FULL=1` runs the 4096 blocks that the bars
+/// are stated for; 256 blocks may be 2 % worse.
 #[test]
 fn quality_on_gaussian_weights() {
     let full = std::env::var_os("TRELLIS_FULL").is_some_and(|v| v == "1");
@@ -178,8 +178,8 @@ fn levels_and_threads_give_the_same_bytes() {
     }
 }
 
-/// The encoder's choices, frozen: a search that breaks ties or rounds another way changes files. The literals were
-/// also obtained with a separate program that keeps the costs of whole states.
+/// The encoder's choices, frozen: a search that breaks ties or rounds another way changes files. The literals
+/// were also obtained with a separate program that keeps the costs of whole states.
 #[test]
 fn bytes_are_frozen() {
     let weights = frozen_weights(4 * 512);
@@ -301,7 +301,8 @@ fn what_cannot_be_encoded_is_refused() {
     }
 }
 
-/// Rows in pieces give the whole matrix's bytes, report and progress; a refused piece leaves the encoder as it was.
+/// Rows in pieces give the whole matrix's bytes, report and progress; a refused piece leaves the encoder as
+/// it was.
 #[test]
 fn rows_may_come_in_pieces() {
     let g =

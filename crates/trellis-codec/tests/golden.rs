@@ -16,7 +16,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 
 #[test]
 fn codebook_is_bit_equal() {
-    let (y, exact, unrefined) = cases::read_codebook(&golden()).unwrap();
+    let cases::Codebook { y, exact, unrefined } = cases::read_codebook(&golden()).unwrap();
     assert_eq!(y.len(), 4096);
     for (s, &y) in y.iter().enumerate() {
         let y = i32::from(y);

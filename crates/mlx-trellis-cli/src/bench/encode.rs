@@ -60,11 +60,13 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let mut out = Vec::new();
     for &bits in &args.bits {
         let rows = args.blocks.div_ceil(ROW_BLOCKS);
-        let geometry = Geometry::new(Axis::Input, bits, args.state_bits, args.block, rows, ROW_BLOCKS * args.block)?;
+        let geometry =
+            Geometry::new(Axis::Input, bits, args.state_bits, args.block, rows, ROW_BLOCKS * args.block)?;
         let n = geometry.rows() * geometry.cols();
         let mut rng = SmallRng::seed_from_u64(1);
         let weights: Vec<f32> = (0..n).map(|_| StandardNormal.sample(&mut rng)).collect();
-        let run = || encode(&geometry, &weights, &EncodeOptions { tensor: "bench", ..EncodeOptions::default() });
+        let run =
+            || encode(&geometry, &weights, &EncodeOptions { tensor: "bench", ..EncodeOptions::default() });
         validate(&geometry, &weights, &run()?)?;
         let mut times = Times::default();
         let mut mse = 0.0;
@@ -103,7 +105,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 
 /// The report's error must be the error of what the oracle decodes.
 fn validate(geometry: &Geometry, weights: &[f32], encoded: &Encoded) -> Result<()> {
-    let decoded = reference::decode(geometry, &encoded.codes, &encoded.scales, Contract::Expanded, Dtype::F32)?;
+    let decoded =
+        reference::decode(geometry, &encoded.codes, &encoded.scales, Contract::Expanded, Dtype::F32)?;
     let error: f64 = weights.iter().zip(&decoded).map(|(&w, d)| (f64::from(w) - d).powi(2)).sum();
     let reported = encoded.report.squared_error;
     ensure!(

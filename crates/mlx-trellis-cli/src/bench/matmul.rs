@@ -83,7 +83,12 @@ struct Contender {
 
 enum Weights {
     Trellis(TrellisWeights),
-    Affine { w: Array, scales: Array, biases: Array, bits: i32 },
+    Affine {
+        w: Array,
+        scales: Array,
+        biases: Array,
+        bits: i32,
+    },
     /// `[in, out]`, or its transposed view.
     Dense(Array),
 }
@@ -109,7 +114,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         machine.print();
     }
     for &bits in &args.bits {
-        let geometry = report::geometry(args.axis.into(), bits, args.block, args.rows, args.cols, args.interleave)?;
+        let geometry =
+            report::geometry(args.axis.into(), bits, args.block, args.rows, args.cols, args.interleave)?;
         let mut contenders = vec![trellis(args, geometry)?];
         if !args.only_trellis {
             contenders.extend(affine(args, &geometry)?);
@@ -199,7 +205,8 @@ fn random_words(n: usize, seed: u64) -> Vec<u32> {
 }
 
 fn trellis(args: &Args, geometry: Geometry) -> Result<Contender> {
-    let scales: Vec<f16> = (0..geometry.rows()).map(|r| f16::from_f32(0.01 + 0.0001 * (r % 97) as f32)).collect();
+    let scales: Vec<f16> =
+        (0..geometry.rows()).map(|r| f16::from_f32(0.01 + 0.0001 * (r % 97) as f32)).collect();
     let weights = (0..copies(geometry.bytes(), args))
         .map(|i| {
             let codes = random_words(geometry.words(), i as u64);
@@ -221,7 +228,8 @@ fn affine(args: &Args, geometry: &Geometry) -> Result<Option<Contender>> {
     let bytes = out * words * 4 + 2 * out * groups * 4;
     let weights = (0..copies(bytes, args))
         .map(|i| {
-            let w = Array::from_slice(&random_words(out * words, 1000 + i as u64), &[out as i32, words as i32]);
+            let w =
+                Array::from_slice(&random_words(out * words, 1000 + i as u64), &[out as i32, words as i32]);
             let scales = ops::full::<f32>(&[out as i32, groups as i32], Array::from_f32(0.01))?;
             let biases = ops::full::<f32>(&[out as i32, groups as i32], Array::from_f32(-0.03))?;
             mlx_rs::transforms::eval([&w, &scales, &biases])?;
@@ -265,8 +273,16 @@ fn validate(contender: &Contender, geometry: &Geometry, x: &Array, m: usize, arg
     let out = geometry.out_features();
     let checked = CHECKED_OUTPUTS.min(out);
     for first in [0, out - checked] {
-        let product =
-            reference::matmul_outputs(geometry, &codes, &scales, &x, m, choice.contract, dtype, first..first + checked)?;
+        let product = reference::matmul_outputs(
+            geometry,
+            &codes,
+            &scales,
+            &x,
+            m,
+            choice.contract,
+            dtype,
+            first..first + checked,
+        )?;
         let found: Vec<f32> = (0..m).flat_map(|r| y[r * out + first..][..checked].to_vec()).collect();
         let (worst, at) = product.worst(&found, dtype, false);
         ensure!(

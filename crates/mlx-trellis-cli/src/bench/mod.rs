@@ -94,7 +94,10 @@ fn cpu_name() -> String {
     });
     from_proc
         .or_else(|| {
-            let output = std::process::Command::new("sysctl").args(["-n", "machdep.cpu.brand_string"]).output().ok()?;
+            let output = std::process::Command::new("sysctl")
+                .args(["-n", "machdep.cpu.brand_string"])
+                .output()
+                .ok()?;
             output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
         })
         .unwrap_or_else(|| std::env::consts::ARCH.to_owned())
@@ -110,7 +113,8 @@ fn read_bandwidth() -> f64 {
     let buffer = vec![1u64; 64 << 20];
     let pass = || -> f64 {
         let start = Instant::now();
-        let sum: u64 = buffer.par_chunks(1 << 16).map(|c| c.iter().fold(0u64, |a, &b| a.wrapping_add(b))).sum();
+        let sum: u64 =
+            buffer.par_chunks(1 << 16).map(|c| c.iter().fold(0u64, |a, &b| a.wrapping_add(b))).sum();
         std::hint::black_box(sum);
         (buffer.len() * 8) as f64 / start.elapsed().as_secs_f64()
     };

@@ -75,8 +75,11 @@ impl Problem {
     /// interleaved geometry reaches only through [`Geometry::transposed`].
     fn geometry(&self) -> Option<(Geometry, Contract)> {
         let axis = Axis::from_index(self.axis.into())?;
-        let (layout, stored) =
-            if self.interleaved == 0 { (Layout::RowMajor, axis) } else { (Layout::Interleaved, Axis::Output) };
+        let (layout, stored) = if self.interleaved == 0 {
+            (Layout::RowMajor, axis)
+        } else {
+            (Layout::Interleaved, Axis::Output)
+        };
         let (rows, cols, block) = (self.rows as usize, self.cols as usize, self.block as usize);
         let geometry = Geometry::new(stored, self.bits, self.state_bits, block, rows, cols)
             .and_then(|g| g.with_layout(layout))
@@ -243,11 +246,21 @@ unsafe extern "C" fn trellis_cpu_expand(
     // SAFETY: C++ allocated `out` for `rows * cols` numbers of this dtype, and nothing else refers to it.
     let result = unsafe {
         match dtype {
-            F32 => trellis_cpu::expand(&matrix, Level::best(), std::slice::from_raw_parts_mut(out.cast::<f32>(), n)),
-            F16 => trellis_cpu::expand(&matrix, Level::best(), std::slice::from_raw_parts_mut(out.cast::<f16>(), n)),
-            BF16 => {
-                trellis_cpu::expand(&matrix, Level::best(), std::slice::from_raw_parts_mut(out.cast::<bf16>(), n))
-            }
+            F32 => trellis_cpu::expand(
+                &matrix,
+                Level::best(),
+                std::slice::from_raw_parts_mut(out.cast::<f32>(), n),
+            ),
+            F16 => trellis_cpu::expand(
+                &matrix,
+                Level::best(),
+                std::slice::from_raw_parts_mut(out.cast::<f16>(), n),
+            ),
+            BF16 => trellis_cpu::expand(
+                &matrix,
+                Level::best(),
+                std::slice::from_raw_parts_mut(out.cast::<bf16>(), n),
+            ),
             _ => return 1,
         }
     };
@@ -268,7 +281,12 @@ unsafe fn weights<'a>(geometry: &Geometry, codes: *const u32, scales: *const u16
 
 /// # Safety
 /// `x` holds `n_in` and `out` `n_out` numbers of type `E`; they do not overlap and outlive their use.
-unsafe fn slices<'a, E>(x: *const c_void, n_in: usize, out: *mut c_void, n_out: usize) -> (&'a [E], &'a mut [E]) {
+unsafe fn slices<'a, E>(
+    x: *const c_void,
+    n_in: usize,
+    out: *mut c_void,
+    n_out: usize,
+) -> (&'a [E], &'a mut [E]) {
     // SAFETY: the caller's promise.
     unsafe { (std::slice::from_raw_parts(x.cast(), n_in), std::slice::from_raw_parts_mut(out.cast(), n_out)) }
 }

@@ -1,10 +1,11 @@
 //! The encoder: weights to codes and scales.
 //!
-//! Each stored row gets one binary16 scale, `rms(row) / LUT_RMS`, and each block of `row / scale` the trellis path
-//! that the search in `viterbi.rs` finds (QTIP, arXiv 2406.11235, sections 3 and 4). [`LUT_RMS`] is the code's rms at
-//! `L` = 12 and is used for every `L`, as the format says. A block's codes depend on its own weights and its row's
-//! scale alone, and floating point is used one rounded operation at a time in a fixed order, so the same weights give
-//! the same bytes at every level, with any number of threads, and however the rows are handed over.
+//! Each stored row gets one binary16 scale, `rms(row) / LUT_RMS`, and each block of `row / scale` the trellis
+//! path that the search in `viterbi.rs` finds (QTIP, arXiv 2406.11235, sections 3 and 4). [`LUT_RMS`] is the
+//! code's rms at `L` = 12 and is used for every `L`, as the format says. A block's codes depend on its own
+//! weights and its row's scale alone, and floating point is used one rounded operation at a time in a fixed
+//! order, so the same weights give the same bytes at every level, with any number of threads, and however the
+//! rows are handed over.
 
 mod viterbi;
 
@@ -91,7 +92,8 @@ impl EncodeReport {
     }
 }
 
-/// Encodes a stored matrix: `weights` is `[rows, cols]`, row-major, as [`stored_rows`] makes it from a layer's weight.
+/// Encodes a stored matrix: `weights` is `[rows, cols]`, row-major, as [`stored_rows`] makes it from a
+/// layer's weight.
 ///
 /// ```
 /// use trellis_codec::{Axis, EncodeOptions, Geometry, encode};
@@ -104,8 +106,8 @@ impl EncodeReport {
 /// ```
 ///
 /// # Errors
-/// Weights of the wrong number, NaN or infinite weights, a row whose scale is infinite in binary16, or a level that
-/// this machine does not have.
+/// Weights of the wrong number, NaN or infinite weights, a row whose scale is infinite in binary16, or a
+/// level that this machine does not have.
 pub fn encode(
     geometry: &Geometry,
     weights: &[f32],
@@ -151,8 +153,8 @@ impl<'a> Encoder<'a> {
     /// Encodes the next rows of the stored matrix: `weights` is `[n, cols]`, row-major, for any `n`.
     ///
     /// # Errors
-    /// Part of a row or more rows than the geometry has, NaN or infinite weights, or a row whose scale is infinite in
-    /// binary16 (the first such, in row order). Nothing of `weights` is taken then.
+    /// Part of a row or more rows than the geometry has, NaN or infinite weights, or a row whose scale is
+    /// infinite in binary16 (the first such, in row order). Nothing of `weights` is taken then.
     pub fn push_rows(&mut self, weights: &[f32]) -> Result<(), EncodeError> {
         let (g, trellis) = (self.geometry, &self.trellis);
         let first = self.scales.len();
@@ -190,7 +192,8 @@ impl<'a> Encoder<'a> {
             Runner::Neon(simd) => job.run(simd),
         };
 
-        // Errors are summed block by block in order: a batch's size depends on the level, so its sum would too.
+        // Errors are summed block by block in order: a batch's size depends on the level, so its sum would
+        // too.
         let mut coded = coded
             .iter()
             .flat_map(|batch| batch.squared_errors.iter().zip(batch.codes.chunks_exact(g.words_per_block())));
@@ -322,8 +325,9 @@ impl RowScale {
     }
 }
 
-/// A non-negative number rounded once to binary16, to nearest even. (`f16::from_f64` rounds to binary32 on the way,
-/// or not, depending on the machine.) The step through binary32 rounds to odd, which keeps the second rounding exact.
+/// A non-negative number rounded once to binary16, to nearest even. (`f16::from_f64` rounds to binary32 on
+/// the way, or not, depending on the machine.) The step through binary32 rounds to odd, which keeps the
+/// second rounding exact.
 fn half_from_f64(value: f64) -> f16 {
     let nearest = value as f32;
     let below = if f64::from(nearest) > value { nearest.next_down() } else { nearest };

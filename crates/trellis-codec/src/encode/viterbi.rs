@@ -1,9 +1,9 @@
 //! The search: tail-biting Viterbi over the `2^L` states, several blocks at once.
 //!
 //! A SIMD register holds one number for each of `LANES` blocks, so the same scalar-looking code serves every
-//! geometry and every register width, nothing is ever permuted across lanes, and a block's result cannot depend
-//! on how many blocks ran beside it. (Lanes across the states of one block were the alternative: they need a
-//! transposition by `2^k` after every step.)
+//! geometry and every register width, nothing is ever permuted across lanes, and a block's result cannot
+//! depend on how many blocks ran beside it. (Lanes across the states of one block were the alternative: they
+//! need a transposition by `2^k` after every step.)
 //!
 //! Only the least cost of each overlap (the `L-k` bits that a state shares with its successor) is kept. With
 //! `H = 2^(L-k)` overlaps and `B = 2^k` branches, the states that end in overlap `h` are `s = j*H + h`, and
@@ -13,13 +13,14 @@
 //! next[h] = min over j < B of  best[(j*H + h) >> k] + (x - value(j*H + h))^2
 //! ```
 //!
-//! A tie takes the least `j`, that is the lowest state, and a free path ends in the lowest overlap of least cost. All arithmetic is one rounded binary32 operation at a time
-//! (never a fused multiply-add), which makes the bytes the same on every machine. (Looking up the squares, of which
-//! there are at most 1021 different ones a step, was no faster: an index costs what a subtraction and a product do.)
+//! A tie takes the least `j`, that is the lowest state, and a free path ends in the lowest overlap of least
+//! cost. All arithmetic is one rounded binary32 operation at a time (never a fused multiply-add), which makes
+//! the bytes the same on every machine. (Looking up the squares, of which there are at most 1021 different
+//! ones a step, was no faster: an index costs what a subtraction and a product do.)
 //!
-//! Tail-biting is QTIP's Algorithm 4 (arXiv 2406.11235, section 4): a free pass over the block rotated by half
-//! fixes the overlap at the block's boundary, where it sits in the middle of that path and so sees context on both
-//! sides; then a pass over the block itself starts and ends in that overlap.
+//! Tail-biting is QTIP's Algorithm 4 (arXiv 2406.11235, section 4): a free pass over the block rotated by
+//! half fixes the overlap at the block's boundary, where it sits in the middle of that path and so sees
+//! context on both sides; then a pass over the block itself starts and ends in that overlap.
 
 use pulp::{Simd, WithSimd};
 
@@ -194,8 +195,8 @@ fn square_error<S: Simd>(simd: S, x: S::f32s, value: f32) -> S::f32s {
     simd.mul_f32s(difference, difference)
 }
 
-/// One step of the recurrence at the top of this file for every overlap; with `TRACE` the `j` chosen go to `back`,
-/// [`Trellis::fields`] to a word, the lowest overlap in the highest bits.
+/// One step of the recurrence at the top of this file for every overlap; with `TRACE` the `j` chosen go to
+/// `back`, [`Trellis::fields`] to a word, the lowest overlap in the highest bits.
 #[inline(always)]
 fn step<S: Simd, const B: usize, const TRACE: bool>(
     simd: S,
@@ -213,12 +214,12 @@ fn step<S: Simd, const B: usize, const TRACE: bool>(
     let shift = simd.splat_u32s(bits);
     let branch: [S::u32s; B] = std::array::from_fn(|j| simd.splat_u32s(j as u32));
     let (values, _) = trellis.values.as_chunks::<B>();
-    let mut chunks = next.chunks_exact_mut(chunk).zip(values.chunks_exact(chunk)).enumerate();
-    for word in 0..overlaps / fields {
+    let words = next.chunks_exact_mut(fields).zip(values.chunks_exact(fields));
+    for (word, (next, values)) in words.enumerate() {
         let mut chosen = simd.splat_u32s(0);
-        for _ in 0..fields / chunk {
-            let Some((i, (next, values))) = chunks.next() else { return };
-            let tail = (i * chunk) >> bits;
+        let chunks = next.chunks_exact_mut(chunk).zip(values.chunks_exact(chunk));
+        for (i, (next, values)) in chunks.enumerate() {
+            let tail = (word * fields + i * chunk) >> bits;
             let from: [S::f32s; B] = std::array::from_fn(|j| best[((j * overlaps) >> bits) + tail]);
             for (next, values) in next.iter_mut().zip(values) {
                 let mut least = simd.add_f32s(from[0], square_error(simd, x, values[0]));
