@@ -75,7 +75,9 @@ fn main() -> Result<(), Failure> {
                 }
                 let worst = check(&matrix, &codes, &scales, &x, m, contract, &out);
                 if worst > 1.0 {
-                    return Err(format!("{geometry} {level} {contract:?} m={m}: {worst} of the allowance").into());
+                    return Err(
+                        format!("{geometry} {level} {contract:?} m={m}: {worst} of the allowance").into()
+                    );
                 }
                 report(&format!("{contract:?}"), level, &geometry, &m.to_string(), times, worst);
                 Ok(())

@@ -7,11 +7,10 @@
 //! to the same number of operations.
 
 use std::arch::x86_64::*;
+use std::hint::black_box;
 
 use half::{bf16, f16};
-use trellis_codec::format::{
-    CODE_INCREMENT, CODE_MULTIPLIER, FLOAT_LIFT_BIAS, FLOAT_LIFT_BITS, MAX_BITS,
-};
+use trellis_codec::format::{CODE_INCREMENT, CODE_MULTIPLIER, FLOAT_LIFT_BIAS, FLOAT_LIFT_BITS, MAX_BITS};
 
 use crate::simd::{Kernel, Lanes, Window};
 
@@ -34,6 +33,9 @@ pub(crate) struct Code {
     /// For each byte of a lane, the bit of the lane's 8 bytes at which it starts.
     control: __m512i,
     mask: __m512i,
+    /// The lanes that a wide group's second half goes to. Opaque, so that they are written by a masked broadcast
+    /// from memory; knowing them, the compiler assembles two halves with a shuffle.
+    upper: __mmask8,
 }
 
 impl Lanes for Avx512 {
@@ -66,6 +68,7 @@ impl Lanes for Avx512 {
             Code {
                 control: _mm512_loadu_si512(control.as_ptr().cast()),
                 mask: _mm512_set1_epi32((1 << state_bits) - 1),
+                upper: black_box(0x0F),
             }
         }
     }
@@ -77,7 +80,7 @@ impl Lanes for Avx512 {
         unsafe {
             let mut ring = _mm512_set1_epi64(low);
             if K == MAX_BITS {
-                ring = _mm512_mask_set1_epi64(ring, 0x0F, high);
+                ring = _mm512_mask_set1_epi64(ring, code.upper, high);
             }
             let state = _mm512_and_si512(_mm512_multishift_epi64_epi8(code.control, ring), code.mask);
             let x = _mm512_add_epi32(

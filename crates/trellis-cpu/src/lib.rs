@@ -145,12 +145,7 @@ pub fn decode_packed(matrix: &Matrix<'_>, level: Level, out: &mut [f32]) -> Resu
     decode(matrix, Weights::Packed, level, out)
 }
 
-fn check_len(
-    what: &'static str,
-    found: usize,
-    expected: usize,
-    geometry: &Geometry,
-) -> Result<(), CpuError> {
+fn check_len(what: &'static str, found: usize, expected: usize, geometry: &Geometry) -> Result<(), CpuError> {
     if found == expected {
         Ok(())
     } else {
@@ -178,11 +173,10 @@ impl Backend {
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => avx2::Avx2::new().map(Backend::Avx2),
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 if simd::fits::<avx512::Avx512>(geometry) => {
-                avx512::Avx512::new().map(Backend::Avx512)
-            }
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => avx512::Avx512::new().and_then(|_| avx2::Avx2::new()).map(Backend::Avx2),
+            Level::Avx512 => avx512::Avx512::new().and_then(|lanes| {
+                let whole_groups = geometry.block().is_multiple_of(<avx512::Avx512 as simd::Lanes>::LANES);
+                if whole_groups { Some(Backend::Avx512(lanes)) } else { avx2::Avx2::new().map(Backend::Avx2) }
+            }),
             #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
             Level::Neon => neon::Neon::new().map(Backend::Neon),
             #[allow(unreachable_patterns)]
@@ -242,8 +236,8 @@ fn for_each_part<T: Send>(
     }
 }
 
-/// Axis 0. A task is a panel of blocks by a part of the rows. In row-major codes a panel is as wide as its sums fit
-/// the cache, so that each row is read in long runs; in interleaved codes it is one pair, whose rows follow each
+/// Axis 0. A task is a panel of blocks by a part of the rows. A panel is as wide as its sums fit the cache, so that
+/// each row's codes are read in long runs, but no wider than a pair if interleaved: there a pair's rows follow each
 /// other.
 fn output<E: Element>(backend: Backend, job: Job<'_>, out: &mut [E]) {
     let (g, m) = (&job.matrix.geometry, job.m);
@@ -254,12 +248,10 @@ fn output<E: Element>(backend: Backend, job: Job<'_>, out: &mut [E]) {
     let job = Job { x: &x, ..job };
 
     let all_blocks = g.blocks_per_row();
+    let most = (SUMS_BYTES / (4 * m * g.block())).max(1);
     let blocks = match g.layout() {
-        Layout::Interleaved => 2,
-        Layout::RowMajor => {
-            let most = (SUMS_BYTES / (4 * m * g.block())).max(1);
-            all_blocks.div_ceil(all_blocks.div_ceil(most))
-        }
+        Layout::Interleaved => most.min(2),
+        Layout::RowMajor => all_blocks.div_ceil(all_blocks.div_ceil(most)),
     };
     let panels = all_blocks.div_ceil(blocks);
     let width = blocks * g.block();

@@ -74,11 +74,6 @@ pub(crate) trait Kernel {
     fn run<S: Lanes>(self, s: S);
 }
 
-/// Whether blocks of the geometry are whole groups of the level.
-pub(crate) fn fits<S: Lanes>(geometry: &Geometry) -> bool {
-    geometry.block().is_multiple_of(S::LANES)
-}
-
 /// How a weight is formed from `y`.
 trait Form {
     fn weight<S: Lanes>(s: S, y: S::V, scale: S::V) -> S::V;
@@ -231,14 +226,7 @@ impl<S: Lanes, F: Form, const K: u32> Decoder<S, F, K> {
 
     /// The tile's weights of one row, if all but the block's first group are inside the ring; that is in `seam`.
     #[inline(always)]
-    fn row(
-        &self,
-        s: S,
-        seam: &[[u8; 8]; 2],
-        ring: &[u32],
-        scale: S::V,
-        group: usize,
-    ) -> [S::V; MAX_GROUPS] {
+    fn row(&self, s: S, seam: &[[u8; 8]; 2], ring: &[u32], scale: S::V, group: usize) -> [S::V; MAX_GROUPS] {
         let bytes = as_bytes(ring);
         let first = if group == 0 {
             [&seam[0][..], &seam[1][..]]
@@ -442,7 +430,8 @@ fn input_rows<S: Lanes, F: Form, const K: u32>(s: S, task: InputTask<'_>) {
         totals.fill([s.splat(0.0); ROWS]);
         for block in 0..geometry.blocks_per_row() {
             let rings = rings(&job, row, tile_rows, block);
-            let mut products = InputProducts { job: &job, col: block * geometry.block(), totals: &mut totals };
+            let mut products =
+                InputProducts { job: &job, col: block * geometry.block(), totals: &mut totals };
             decoder.block(s, rings, &scales, &mut products);
         }
         for (r, sums) in sums.chunks_exact_mut(job.m).enumerate() {

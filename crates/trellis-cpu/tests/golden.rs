@@ -54,16 +54,9 @@ fn worst<E: Element>(level: Level, contract: Contract, from: fn(f32) -> E, to: f
         matmul(&matrix, &x, case.m, contract, level, &mut out).unwrap();
 
         let wide: Vec<f32> = x.iter().map(|&x| to(x)).collect();
-        let product = reference::matmul(
-            &case.geometry,
-            &case.codes,
-            &case.scales,
-            &wide,
-            case.m,
-            contract,
-            E::DTYPE,
-        )
-        .unwrap();
+        let product =
+            reference::matmul(&case.geometry, &case.codes, &case.scales, &wide, case.m, contract, E::DTYPE)
+                .unwrap();
         let product = match (contract, E::DTYPE) {
             (Contract::Packed, Dtype::F32 | Dtype::Bf16) => Product { y: case.y_packed, ..product },
             (Contract::Expanded, Dtype::Bf16) => Product { y: case.y_expanded_bf16, ..product },
