@@ -1,5 +1,7 @@
 //! The layer as a user meets it: laziness, shapes, models, compile, threads, gradients, memory.
 
+use std::slice::from_ref;
+
 use mlx_macros::ModuleParameters;
 use mlx_rs::builder::Builder;
 use mlx_rs::error::Exception;
@@ -82,7 +84,7 @@ fn any_strides(#[values(Axis::Output, Axis::Input)] axis: Axis) {
         ("transposed", x(&[256, 4], 5).transpose().unwrap()),
         ("reversed", base.flip(Axes::Axis(-1)).unwrap()),
         ("reversed rows", base.flip(Axes::Axis(0)).unwrap()),
-        ("broadcast", mlx_rs::ops::broadcast_to(&x(&[1, 256], 5), &[4, 256]).unwrap()),
+        ("broadcast", mlx_rs::ops::broadcast_to(x(&[1, 256], 5), &[4, 256]).unwrap()),
         ("broadcast scalar", mlx_rs::ops::broadcast_to(Array::from_f32(0.5), &[3, 256]).unwrap()),
         ("every other row", x(&[8, 256], 5).as_strided(&[4, 256][..], &[512, 1][..], None).unwrap()),
         ("middle axis", x(&[256, 2, 3], 5).transpose_axes(&[1, 2, 0]).unwrap()),
@@ -208,9 +210,9 @@ fn gradient_of_x(
         let weights = weights.clone();
         move |args: &[Array]| vec![trellis_matmul(&args[0], &weights).unwrap()]
     };
-    let (_, dx) = mlx_rs::transforms::vjp(product.clone(), &[x.clone()], &[dy.clone()]).unwrap();
+    let (_, dx) = mlx_rs::transforms::vjp(product.clone(), from_ref(&x), from_ref(&dy)).unwrap();
     close(&dx[0], &matmul(&dy, &dense).unwrap(), 1e-4);
-    let (y, tangent) = mlx_rs::transforms::jvp(product, &[x.clone()], &[x.clone()]).unwrap();
+    let (y, tangent) = mlx_rs::transforms::jvp(product, from_ref(&x), from_ref(&x)).unwrap();
     assert_eq!(values(&y[0]), values(&tangent[0]));
 }
 
