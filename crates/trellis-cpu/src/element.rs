@@ -4,7 +4,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use trellis_codec::reference::Dtype;
 
-/// The types of activations and outputs: `f32`, [`f16`] and [`bf16`].
+/// The types of activations and outputs: `f32`, [`struct@f16`] and [`bf16`].
 pub trait Element: sealed::Sealed + Copy + Default + Send + Sync + 'static {
     /// The type as a value.
     const DTYPE: Dtype;

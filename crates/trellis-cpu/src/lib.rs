@@ -26,16 +26,22 @@
 //! Tasks are cut by shape alone and their results added in a fixed order, so a level's result for given arguments
 //! never depends on the thread pool. Small calls run on the calling thread.
 
+#![deny(unsafe_code)]
+
 #[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)]
 mod avx512;
 mod element;
 mod error;
 mod level;
 #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+#[allow(unsafe_code)]
 mod neon;
 mod scalar;
+#[allow(unsafe_code)]
 #[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
 mod simd;
 mod task;

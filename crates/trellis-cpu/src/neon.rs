@@ -3,7 +3,9 @@
 //!
 //! `tbl` gives each lane the four bytes of the group that its window starts in, and a shift by the lane's remaining
 //! 0..=7 bits does the rest; x(s) is one `mla`. Its bytes are summed by two pairwise additions, the second onto the
-//! bits of 2^23. `udot` would be one operation, but Rust 1.95 does not have it in stable intrinsics.
+//! bits of 2^23. `udot` would be one operation, but its intrinsic is not stable in Rust 1.95.
+//!
+//! Tested under emulation (`tests/products.rs` says how), never timed.
 
 use std::arch::aarch64::*;
 use std::arch::is_aarch64_feature_detected;

@@ -1,4 +1,14 @@
 //! Every level this machine has against the oracle, over geometries, types and contracts drawn at random.
+//!
+//! `TRELLIS_FULL=1 cargo test --release -p trellis-cpu full_size -- --nocapture` adds the size the crate is for.
+//! NEON runs on another machine's Linux with qemu-user and a cross linker (minutes):
+//!
+//! ```text
+//! rustup target add aarch64-unknown-linux-gnu
+//! CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+//! CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu" \
+//! cargo test -p trellis-cpu --target aarch64-unknown-linux-gnu --tests
+//! ```
 
 use half::slice::HalfFloatSliceExt;
 use proptest::prelude::*;
