@@ -53,7 +53,7 @@ pub enum Error {
         /// Shape expected.
         expected_shape: Vec<usize>,
         /// The layer's geometry.
-        geometry: trellis_codec::Geometry,
+        geometry: Box<trellis_codec::Geometry>,
     },
     /// A dimension that MLX cannot hold.
     #[error("{what} has a dimension of {found}, expected at most 2147483647 (MLX shapes are 32-bit)")]

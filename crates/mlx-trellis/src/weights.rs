@@ -48,7 +48,7 @@ impl TrellisWeights {
             found_shape: vec![i32::try_from(found).unwrap_or(i32::MAX)],
             expected_dtype,
             expected_shape: expected,
-            geometry,
+            geometry: Box::new(geometry),
         };
         if codes.len() != geometry.words() {
             return Err(mismatch("weight", MlxDtype::Uint32, codes.len(), "uint32", geometry.codes_shape()));
@@ -216,6 +216,6 @@ pub(crate) fn check_parameter(
         found_shape: array.shape().to_vec(),
         expected_dtype,
         expected_shape: expected_shape.to_vec(),
-        geometry: *geometry,
+        geometry: Box::new(*geometry),
     })
 }
