@@ -87,7 +87,7 @@ fn affine(weight: &Array, x: &Array, y: &Array, bits: i32, group: i32) -> Result
 /// `|a - b|² / |a|²`.
 fn relative(a: &Array, b: &Array) -> Result<f32> {
     let error = a.subtract(b)?.square()?.sum(None)?;
-    Ok(error.item_exact::<f32>() / a.square()?.sum(None)?.item_exact::<f32>())
+    Ok(error.try_item_exact::<f32>()? / a.square()?.sum(None)?.try_item_exact::<f32>()?)
 }
 
 fn row(name: &str, bits: f64, mse: f32, output: f32) {

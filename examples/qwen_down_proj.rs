@@ -56,7 +56,8 @@ fn run(weights: &TrellisWeights, dense: &Array, m: usize) -> Result<()> {
     let before = memory::active_memory()?;
     let start = Instant::now();
     let y = trellis_matmul(&x, weights)?;
-    let norm = ops::sqrt((&y * &y).sum(None)?)?;
+    let wide = y.as_dtype(Dtype::Float32)?;
+    let norm = ops::sqrt((&wide * &wide).sum(None)?)?;
     let built = start.elapsed();
     ensure!(memory::active_memory()? == before, "building the graph took memory");
     norm.eval()?;
@@ -65,9 +66,9 @@ fn run(weights: &TrellisWeights, dense: &Array, m: usize) -> Result<()> {
 
     let worst = worst_error(&x, weights, &y, 0..CHECKED)?;
     let expected = ops::matmul(x.as_dtype(Dtype::Float32)?, dense.t())?;
-    let off =
-        ops::max(ops::abs(y.as_dtype(Dtype::Float32)?.subtract(&expected)?)?, None)?.item_exact::<f32>();
-    let scale = ops::max(ops::abs(&expected)?, None)?.item_exact::<f32>();
+    let off = ops::max(ops::abs(y.as_dtype(Dtype::Float32)?.subtract(&expected)?)?, None)?
+        .try_item_exact::<f32>()?;
+    let scale = ops::max(ops::abs(&expected)?, None)?.try_item_exact::<f32>()?;
     ensure!(off <= scale * 0.01, "the dense product differs by {off} where the largest output is {scale}");
 
     let mut times: Vec<f64> = Vec::with_capacity(RUNS);
@@ -85,7 +86,7 @@ fn run(weights: &TrellisWeights, dense: &Array, m: usize) -> Result<()> {
         choice.level,
         times[RUNS / 2] * 1e3,
         built.as_secs_f64() * 1e3,
-        norm.item_exact::<f32>()
+        norm.try_item_exact::<f32>()?
     );
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! `trellis bench matmul`.
 
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use mlx_rs::{Array, Dtype as MlxDtype, ops};
@@ -16,6 +17,9 @@ use crate::report::{self, AxisArg, DtypeArg};
 
 /// Group size of MLX's affine weights in the comparison: mlx-lm's default.
 const AFFINE_GROUP: i32 = 64;
+
+/// Least time of a contender's turn.
+const TURN: Duration = Duration::from_millis(50);
 
 /// Outputs compared with the float64 oracle before timing.
 const CHECKED_OUTPUTS: usize = 256;
@@ -46,7 +50,7 @@ pub(crate) struct Args {
     /// Store neighbouring blocks side by side
     #[arg(long)]
     interleave: bool,
-    /// Times each product runs
+    /// Turns that each product takes
     #[arg(long, default_value_t = 9)]
     rounds: usize,
     /// Copies of each quantized weight are rotated until they fill this many MiB, so that caches hold none of them
@@ -177,18 +181,24 @@ fn print_ratios(rows: &[Row]) {
     }
 }
 
-/// Every contender once a round, so that whatever else the machine does falls on all of them alike.
+/// Contenders take turns, so that whatever else the machine does falls on all of them alike. A turn is as many products as
+/// fit in [`TURN`], at least one, since a processor that idled through the others' turns needs a moment to wake.
 fn time(contenders: &[Contender], x: &Array, x32: &Array, args: &Args) -> Result<Vec<Times>> {
     let mut times: Vec<Times> = contenders.iter().map(|_| Times::default()).collect();
+    let mut products = 0;
     for round in 0..=args.rounds {
         for (contender, times) in contenders.iter().zip(&mut times) {
-            let weights = &contender.weights[round % contender.weights.len()];
-            let x = if matches!(weights, Weights::Trellis(_)) { x } else { x32 };
-            let run = || -> Result<()> { Ok(weights.product(x)?.eval()?) };
-            if round == 0 {
-                run()?; // warm-up
-            } else {
-                times.time(run)?;
+            let turn = Instant::now();
+            while turn.elapsed() < TURN {
+                let weights = &contender.weights[products % contender.weights.len()];
+                products += 1;
+                let x = if matches!(weights, Weights::Trellis(_)) { x } else { x32 };
+                let run = || -> Result<()> { Ok(weights.product(x)?.eval()?) };
+                if round == 0 {
+                    run()?; // warm-up
+                } else {
+                    times.time(run)?;
+                }
             }
         }
     }
