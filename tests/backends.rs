@@ -59,7 +59,7 @@ fn check(matrix: &Matrix, m: usize, dtype: Dtype, seed: u64) -> f64 {
     assert_eq!(y.shape(), [m as i32, g.out_features() as i32]);
     let what = format!("{g} m={m} {dtype:?}");
     let worst = assert_within(&values(&y), &matrix.product(&x, m, contract(m), dtype), dtype, &what);
-    let options = MatmulOptions { factored: true };
+    let options = MatmulOptions { factored: true, ..MatmulOptions::default() };
     let y = values(&trellis_matmul_with(&x_array, &matrix.weights(), options).unwrap());
     let factored = assert_within(&y, &matrix.product(&x, m, Contract::Factored, dtype), dtype, &what);
     worst.max(factored)

@@ -355,7 +355,8 @@ fn other_dtypes_quantize_too() {
 #[test]
 fn options_stay_with_the_layer() {
     let plain = layer(Axis::Output);
-    let factored = layer(Axis::Output).with_options(MatmulOptions { factored: true });
+    let factored =
+        layer(Axis::Output).with_options(MatmulOptions { factored: true, ..MatmulOptions::default() });
     let x = x(&[2, 256], 1);
     let (a, b) = (plain.try_forward(&x).unwrap(), factored.try_forward(&x).unwrap());
     close(&a, &b, 1e-4);

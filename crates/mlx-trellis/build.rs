@@ -3,8 +3,10 @@
 use std::path::PathBuf;
 
 fn main() {
-    let source = "src/ffi/cpu_primitive.cpp";
-    println!("cargo::rerun-if-changed={source}");
+    let sources = ["src/ffi/cpu_primitive.cpp", "src/ffi/export.cpp"];
+    for source in sources {
+        println!("cargo::rerun-if-changed={source}");
+    }
     println!("cargo::rerun-if-changed=src/ffi/cpu_primitive.h");
     // Set by mlx-sys on macOS, by `.cargo/mlx-linux.toml` on Linux.
     let Some(include) = std::env::var_os("DEP_MLX_INCLUDE") else {
@@ -23,6 +25,6 @@ fn main() {
         // MLX's headers are not ours to warn about.
         .flag_if_supported("-Wno-unused-parameter")
         .flag_if_supported("-Wno-unused-variable")
-        .file(source)
+        .files(sources)
         .compile("trellis_primitive");
 }

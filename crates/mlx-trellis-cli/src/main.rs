@@ -2,6 +2,7 @@
 
 mod bench;
 mod inspect;
+mod kernels;
 mod quantize;
 mod report;
 mod source;
@@ -30,6 +31,8 @@ enum Command {
     Inspect(inspect::Args),
     /// Compare decodes and products with reference cases
     Verify(verify::Args),
+    /// Explain, dump, export or count what a product launches on Metal
+    Kernels(kernels::Args),
     /// Validate, then time
     #[command(subcommand)]
     Bench(bench::Command),
@@ -40,6 +43,7 @@ fn main() -> ExitCode {
         Command::Quantize(args) => quantize::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Verify(args) => verify::run(&args),
+        Command::Kernels(args) => kernels::run(&args),
         Command::Bench(bench::Command::Matmul(args)) => bench::matmul::run(&args),
         Command::Bench(bench::Command::Encode(args)) => bench::encode::run(&args),
     };

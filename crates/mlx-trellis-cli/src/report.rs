@@ -24,6 +24,22 @@ impl From<AxisArg> for Axis {
     }
 }
 
+/// An axis by its number in the format, or by what it runs along.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AxisNumber(pub(crate) Axis);
+
+impl std::str::FromStr for AxisNumber {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "0" | "out" => Ok(Self(Axis::Output)),
+            "1" | "in" => Ok(Self(Axis::Input)),
+            _ => Err(format!("found {text:?}, expected 0, 1, in or out")),
+        }
+    }
+}
+
 /// A type of activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DtypeArg {

@@ -6,10 +6,14 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::ValueEnum;
 use mlx_rs::{Array, Dtype as MlxDtype};
-use mlx_trellis::{Axis, TrellisWeights, bf16, dequantize, dispatch, problem, trellis_matmul};
+use mlx_trellis::dispatch::{Device, Kernel};
+use mlx_trellis::{
+    Axis, Layout, MatmulOptions, TrellisWeights, Variant, bf16, dequantize, problem, trellis_matmul_with,
+};
 use serde::Serialize;
 use trellis_codec::cases::{Case, read_cases};
-use trellis_codec::reference::{self, Contract, Dtype};
+use trellis_codec::pack;
+use trellis_codec::reference::{self, Contract, Dtype, Product};
 use trellis_cpu::{Level, Matrix, decode_packed};
 
 #[derive(clap::Args)]
@@ -25,12 +29,20 @@ pub(crate) struct Args {
     json: bool,
 }
 
-#[derive(Clone, Copy, ValueEnum, Serialize)]
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Backend {
     /// The CPU, every SIMD level this machine has
     Cpu,
+    /// The Metal GPU: every kernel, variant and layout; exits 3 where there is none
+    Metal,
 }
+
+/// Exit code for a back end that this machine does not have.
+const NO_DEVICE: u8 = 3;
+
+/// Rows of activations that a Metal kernel is tried with: each side of every border of the dispatch rule.
+const METAL_M: [usize; 6] = [1, 2, 4, 5, 8, 9];
 
 #[derive(Serialize)]
 struct Report {
@@ -54,12 +66,21 @@ struct Outcome {
     worst_ratio: Option<f64>,
 }
 
-/// Runs the command; exits 1 if a case failed.
+/// Runs the command; exits 1 if a case failed, 3 if there is no such device.
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    let device = Device::current();
+    if args.backend == Backend::Metal && device.metal.is_none() {
+        eprintln!("no Metal device: MLX {} has none on this machine", mlx_trellis::mlx_version());
+        return Ok(ExitCode::from(NO_DEVICE));
+    }
     let cases = read_cases(&args.cases)?;
     let mut results = Vec::new();
     for case in &cases {
-        results.extend(check(case).with_context(|| format!("case {}", case.name))?);
+        let outcomes = match args.backend {
+            Backend::Cpu => mlx_rs::with_device(mlx_rs::Device::cpu(), || check_cpu(case)),
+            Backend::Metal => check_metal(case, device),
+        };
+        results.extend(outcomes.with_context(|| format!("case {}", case.name))?);
     }
     let mut failed: Vec<&str> = results.iter().filter(|r| !r.passed).map(|r| r.case.as_str()).collect();
     failed.dedup();
@@ -94,7 +115,7 @@ fn print(report: &Report) {
     );
 }
 
-fn check(case: &Case) -> Result<Vec<Outcome>> {
+fn check_cpu(case: &Case) -> Result<Vec<Outcome>> {
     let g = &case.geometry;
     let weights = TrellisWeights::from_slices(&case.codes, &case.scales, *g)?;
     let mut outcomes = vec![
@@ -113,22 +134,70 @@ fn check(case: &Case) -> Result<Vec<Outcome>> {
         decode_packed(&matrix, level, &mut packed)?;
         outcomes.push(decode(case, format!("decode packed {level}"), &packed, &case.packed));
         for contract in [Contract::Packed, Contract::Expanded] {
+            let what = format!("product {contract:?} {level}").to_lowercase();
             let mut y = vec![bf16::ZERO; case.m * g.out_features()];
             trellis_cpu::matmul(&matrix, &x, case.m, contract, level, &mut y)?;
             let y: Vec<f32> = y.iter().map(|v| v.to_f32()).collect();
-            outcomes.push(product(
-                case,
-                format!("product {contract:?} {level}").to_lowercase(),
-                &y,
-                contract,
-            )?);
+            outcomes.push(given_product(case, what, &y, contract)?);
         }
     }
     let x = Array::from_slice(&x, &[i32::try_from(case.m)?, i32::try_from(g.in_features())?]);
-    let choice = dispatch::choose(&problem(&x, g, Default::default())?, &dispatch::Device::current());
-    let y = trellis_matmul(&x, &weights)?.as_dtype(MlxDtype::Float32)?.to_vec_exact::<f32>()?;
-    outcomes.push(product(case, "product in MLX".to_owned(), &y, choice.contract)?);
+    let options = MatmulOptions { device: Some(Device::cpu()), ..MatmulOptions::default() };
+    let contract = options.choose(&problem(&x, g, options)?).contract;
+    let y = trellis_matmul_with(&x, &weights, options)?.as_dtype(MlxDtype::Float32)?.to_vec_exact::<f32>()?;
+    outcomes.push(given_product(case, "product in MLX".to_owned(), &y, contract)?);
     Ok(outcomes)
+}
+
+/// Every variant at every M, in the case's layout and, where it has another, in that one too.
+fn check_metal(case: &Case, device: Device) -> Result<Vec<Outcome>> {
+    let mut layouts = vec![case.clone()];
+    let other = match case.geometry.layout() {
+        Layout::RowMajor => Layout::Interleaved,
+        Layout::Interleaved => Layout::RowMajor,
+    };
+    if let Ok((codes, geometry)) = pack::relayout(&case.geometry, &case.codes, other) {
+        layouts.push(Case { geometry, codes, ..case.clone() });
+    }
+    let mut outcomes = Vec::new();
+    for case in &layouts {
+        let g = &case.geometry;
+        let weights = TrellisWeights::from_slices(&case.codes, &case.scales, *g)?;
+        let layout = format!("{:?}", g.layout()).to_lowercase();
+        let float32 = expanded(&weights, MlxDtype::Float32)?;
+        outcomes.push(decode(case, format!("expand float32 {layout}"), &float32, &case.expanded));
+        let bfloat16 = expanded(&weights, MlxDtype::Bfloat16)?;
+        outcomes.push(decode(case, format!("expand bfloat16 {layout}"), &bfloat16, &case.expanded_bf16));
+        for m in METAL_M {
+            let n = g.in_features();
+            let x: Vec<f32> = (0..m * n).map(|i| case.x[i % case.x.len()]).collect();
+            let halves: Vec<bf16> = x.iter().map(|&v| bf16::from_f32(v)).collect();
+            let x_array = Array::from_slice(&halves, &[i32::try_from(m)?, i32::try_from(n)?]);
+            // Variant 4 computes something else on purpose: it is for timing.
+            for number in (0..=Variant::DEFAULT.number()).filter(|&v| v != Variant::STATE.number()) {
+                let variant = Variant::new(number)?;
+                let options = MatmulOptions { variant, device: Some(device), ..MatmulOptions::default() };
+                let choice = options.choose(&problem(&x_array, g, options)?);
+                let y = trellis_matmul_with(&x_array, &weights, options)?;
+                let y = y.as_dtype(MlxDtype::Float32)?.to_vec_exact::<f32>()?;
+                let (contract, dtype) = weights_of(variant, choice.kernel);
+                let expected = reference::matmul(g, &case.codes, &case.scales, &x, m, contract, dtype)?;
+                let what = format!("{} variant {number} M={m} {layout}", choice.kernel);
+                outcomes.push(product(case, what, &y, &expected));
+            }
+        }
+    }
+    Ok(outcomes)
+}
+
+/// The contract, with the type it rounds weights to, that a variant's weights are those of.
+fn weights_of(variant: Variant, kernel: Kernel) -> (Contract, Dtype) {
+    match kernel {
+        Kernel::MetalScatter if variant <= Variant::DEVICE_TABLE => (Contract::Expanded, Dtype::Bf16),
+        Kernel::MetalScatter if variant == Variant::REFINED_WIDE => (Contract::Expanded, Dtype::F32),
+        Kernel::MetalScatter => (Contract::Packed, Dtype::Bf16),
+        _ => (Contract::Expanded, Dtype::Bf16),
+    }
 }
 
 /// The stored matrix of the lazy dense weight.
@@ -144,15 +213,19 @@ fn decode(case: &Case, check: String, found: &[f32], expected: &[f32]) -> Outcom
     Outcome { case: case.name.clone(), check, passed: wrong == 0, wrong, worst_ratio: None }
 }
 
-fn product(case: &Case, check: String, found: &[f32], contract: Contract) -> Result<Outcome> {
+/// A product of the case's own x against the case's own numbers; the oracle adds the magnitudes that the bound needs.
+fn given_product(case: &Case, check: String, found: &[f32], contract: Contract) -> Result<Outcome> {
     let g = &case.geometry;
     let mut expected =
         reference::matmul(g, &case.codes, &case.scales, &case.x, case.m, contract, Dtype::Bf16)?;
-    // The case's own numbers decide; the oracle adds the magnitudes that the bound needs.
     expected.y = match contract {
         Contract::Packed => case.y_packed.clone(),
         _ => case.y_expanded_bf16.clone(),
     };
+    Ok(product(case, check, found, &expected))
+}
+
+fn product(case: &Case, check: String, found: &[f32], expected: &Product) -> Outcome {
     let (worst, _) = expected.worst(found, Dtype::Bf16, false);
     let wrong = (0..found.len())
         .filter(|&i| {
@@ -160,5 +233,5 @@ fn product(case: &Case, check: String, found: &[f32], contract: Contract) -> Res
             error.is_nan() || error > expected.allowance(i, Dtype::Bf16, false)
         })
         .count();
-    Ok(Outcome { case: case.name.clone(), check, passed: worst <= 1.0, wrong, worst_ratio: Some(worst) })
+    Outcome { case: case.name.clone(), check, passed: worst <= 1.0, wrong, worst_ratio: Some(worst) }
 }

@@ -222,3 +222,81 @@ fn bench_encode_prints_its_rows() {
         rows.iter().all(|r| r["mse"].as_f64().unwrap() > 0.0 && r["weights_per_s"].as_f64().unwrap() > 0.0)
     );
 }
+
+const QWEN: [&str; 10] =
+    ["kernels", "--rows", "17408", "--cols", "5120", "--bits", "3", "--axis", "0", "--dtype"];
+
+fn kernels<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    let mut args: Vec<&str> = QWEN.to_vec();
+    args.push("bfloat16");
+    args.extend(more);
+    args
+}
+
+#[test]
+fn verify_without_metal_exits_3() {
+    if mlx_trellis::metal_is_available() {
+        println!("skipped: this machine has Metal");
+        return;
+    }
+    let output = trellis(&["verify", "--cases", golden().to_str().unwrap(), "--backend", "metal"]);
+    assert_eq!(output.status.code(), Some(3));
+    assert!(text(&output.stderr).contains("no Metal device"), "{}", text(&output.stderr));
+}
+
+#[test]
+fn kernels_explains_the_choice() {
+    let report = json(&kernels(&["--m", "9", "--explain", "--json"]));
+    let explain = &report["explain"];
+    assert_eq!(explain["kernel"], "metal expand and matmul");
+    assert_eq!(explain["launches"][0], "trellis_expand_vectorised");
+    assert_eq!(explain["refused"][0]["reason"], "M is 9, expected 1 to 4");
+    let shown = trellis(&kernels(&["--m", "5", "--explain"]));
+    assert!(text(&shown.stdout).contains("not metal scatter: M is 5"), "{}", text(&shown.stdout));
+    assert!(fails(&kernels(&["--m", "1"])).contains("--explain"), "an action is asked for");
+    assert!(fails(&kernels(&["--m", "1", "--explain", "--variant", "14"])).contains("expected 0 to 13"));
+}
+
+#[test]
+fn kernels_dumps_every_launch() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().join("launches");
+    json(&kernels(&["--m", "5", "--dump", dir.to_str().unwrap(), "--json"]));
+    let read =
+        |name: &str| -> Value { serde_json::from_slice(&std::fs::read(dir.join(name)).unwrap()).unwrap() };
+    let index = read("index.json");
+    assert_eq!(index["launches"][1]["inputs"]["partial"], "output partial of launch 0");
+    for entry in index["launches"].as_array().unwrap() {
+        let launch = read(entry["file"].as_str().unwrap());
+        let mut keys: Vec<&str> = launch.as_object().unwrap().keys().map(String::as_str).collect();
+        keys.sort_unstable();
+        let expected = [
+            "ensure_row_contiguous",
+            "grid",
+            "header",
+            "init_value",
+            "inputs",
+            "name",
+            "outputs",
+            "source",
+            "template",
+            "threadgroup",
+        ];
+        assert_eq!(keys, expected);
+        assert_eq!(launch["template"][0], serde_json::json!(["T", "bfloat16"]));
+    }
+}
+
+#[test]
+fn kernels_exports_and_counts() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("product.mlxfn");
+    json(&kernels(&["--m", "1", "--export", file.to_str().unwrap(), "--json"]));
+    assert!(std::fs::metadata(&file).unwrap().len() > 1000);
+    let small =
+        ["kernels", "--rows", "256", "--cols", "512", "--bits", "3", "--axis", "out", "--dtype", "float16"];
+    let report = json(&[&small[..], &["--m", "1", "--cost", "--json"]].concat());
+    let cost = &report["cost"][0];
+    assert_eq!(cost["kernel"], "trellis_scatter_balanced");
+    assert!(cost["device_loads"].as_f64().unwrap() > 0.0, "{cost}");
+}

@@ -1,18 +1,22 @@
 //! The one rule that says which kernel computes a product: pure, without MLX types, so that it is tested as a table.
 //!
-//! Today there is one back end, the CPU; a kernel is named by how it uses the decoded weights. The order of
-//! preference stands in [`choose`]; every kernel that was passed over says why.
+//! [`choose`] tries kernels in order of preference and takes the first that takes the problem; every one that was
+//! passed over says why. A choice also says what its place in the order rests on: a measurement, or none yet.
 
 use std::fmt;
 
-use trellis_codec::Geometry;
 use trellis_codec::reference::{Contract, Dtype};
+use trellis_codec::{Axis, Geometry};
 use trellis_cpu::Level;
+use trellis_kernels::{Gpu, Launch, Unsupported, Variant, expand, scatter, splitk};
 
-/// Most rows of activations for which weights are used straight from the codes (contract P); above, a tile of them
-/// is decoded once for all rows (contract E). The limit of the format's numerical contracts (`kernels.md`,
-/// "Scatter" and "Reduce": M = 1..=4).
+/// Most rows of activations for which weights are used straight from the codes (contract P); above, weights are rounded
+/// as a dense weight's would be (contract E). The limit of the format's numerical contracts (`format.md`).
 pub const MAX_PACKED_ROWS: usize = 4;
+
+/// The product for which the TypeScript original found split-K faster than expansion and matmul: 17408 inputs, 5120
+/// outputs, M = 5..=8. Not measured by this project.
+const SPLIT_K_SHAPE: (usize, usize) = (17408, 5120);
 
 /// What is to be multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,6 +29,26 @@ pub struct Problem {
     pub dtype: Dtype,
     /// Whether the caller accepts contract F (scale and divisor outside the sum) for speed.
     pub factored: bool,
+    /// Decode arithmetic and set of Metal kernels.
+    pub variant: Variant,
+    /// Whether the layer asks for the `CODEBOOK` representation of Metal's scatter.
+    pub shared_codebook: bool,
+}
+
+impl Problem {
+    /// A product with default options.
+    pub const fn new(geometry: Geometry, m: usize, dtype: Dtype) -> Self {
+        Self { geometry, m, dtype, factored: false, variant: Variant::DEFAULT, shared_codebook: false }
+    }
+
+    /// The same product as the GPU kernels see it.
+    pub fn on(&self, gpu: Gpu) -> trellis_kernels::Problem {
+        let mut problem = trellis_kernels::Problem::new(self.geometry, self.m, self.dtype)
+            .with_variant(self.variant)
+            .on(gpu);
+        problem.shared_codebook = self.shared_codebook;
+        problem
+    }
 }
 
 /// What there is to multiply with.
@@ -32,12 +56,19 @@ pub struct Problem {
 pub struct Device {
     /// The SIMD level of the CPU.
     pub cpu: Level,
+    /// The Metal GPU, if products are to run on one.
+    pub metal: Option<Gpu>,
 }
 
 impl Device {
-    /// This machine.
+    /// Where operations built now on this thread run: MLX's Metal GPU if that is its device, else the CPU.
     pub fn current() -> Self {
-        Self { cpu: Level::best() }
+        Self { cpu: Level::best(), metal: crate::backend::metal::current() }
+    }
+
+    /// The CPU alone.
+    pub fn cpu() -> Self {
+        Self { cpu: Level::best(), metal: None }
     }
 }
 
@@ -47,6 +78,12 @@ impl Device {
 pub enum Kernel {
     /// No launch: there are no rows.
     Empty,
+    /// Metal, weights straight from the codes, partial sums added by MLX.
+    MetalScatter,
+    /// Metal, weights decoded tile by tile, no dense weight.
+    MetalSplitK,
+    /// Metal, the dense weight decoded whole, then MLX's matmul.
+    MetalExpand,
     /// CPU, `y` itself with the scale outside the sum.
     CpuFactored,
     /// CPU, weights straight from the codes.
@@ -55,10 +92,24 @@ pub enum Kernel {
     CpuTiled,
 }
 
+impl Kernel {
+    /// The numerical contract it keeps.
+    pub const fn contract(self) -> Contract {
+        match self {
+            Kernel::Empty | Kernel::MetalScatter | Kernel::CpuPacked => Contract::Packed,
+            Kernel::MetalSplitK | Kernel::MetalExpand | Kernel::CpuTiled => Contract::Expanded,
+            Kernel::CpuFactored => Contract::Factored,
+        }
+    }
+}
+
 impl fmt::Display for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Kernel::Empty => "empty",
+            Kernel::MetalScatter => "metal scatter",
+            Kernel::MetalSplitK => "metal split-K",
+            Kernel::MetalExpand => "metal expand and matmul",
             Kernel::CpuFactored => "cpu factored",
             Kernel::CpuPacked => "cpu packed",
             Kernel::CpuTiled => "cpu tiled",
@@ -82,45 +133,106 @@ pub struct Choice {
     pub kernel: Kernel,
     /// The numerical contract it keeps.
     pub contract: Contract,
-    /// The SIMD level it runs at.
+    /// The SIMD level it runs at, for a CPU kernel.
     pub level: Level,
+    /// The Metal GPU it runs on, for a Metal kernel.
+    pub gpu: Option<Gpu>,
+    /// What its place in the order of preference rests on.
+    pub basis: &'static str,
     /// The kernels preferred to it, each with its reason.
     pub refused: Vec<Refused>,
+}
+
+impl Choice {
+    /// The custom-kernel launches of the choice, in order; none for a CPU kernel.
+    ///
+    /// # Errors
+    /// A problem that the chosen kernel does not take, which is not the one it was chosen for.
+    pub fn launches(&self, problem: &Problem) -> Result<Vec<Launch>, Unsupported> {
+        let on = problem.on(self.gpu.unwrap_or_default());
+        Ok(match self.kernel {
+            Kernel::MetalScatter => vec![scatter::launch(&on)?],
+            Kernel::MetalSplitK => splitk::launch(&on)?.into(),
+            Kernel::MetalExpand => vec![expand::launch(&on)?],
+            _ => Vec::new(),
+        })
+    }
 }
 
 /// The kernel for a problem on a device: the first in order of preference that takes it.
 pub fn choose(problem: &Problem, device: &Device) -> Choice {
     let mut refused = Vec::new();
-    let mut refuse = |kernel, reason: String| refused.push(Refused { kernel, reason });
-    let (kernel, contract) = 'found: {
-        if problem.m == 0 {
-            break 'found (Kernel::Empty, Contract::Packed);
-        }
-        if problem.factored {
-            break 'found (Kernel::CpuFactored, Contract::Factored);
-        }
-        refuse(Kernel::CpuFactored, "contract F was not asked for".to_owned());
-        if problem.m <= MAX_PACKED_ROWS {
-            break 'found (Kernel::CpuPacked, Contract::Packed);
-        }
-        refuse(
-            Kernel::CpuPacked,
-            format!("M is {}, at most {MAX_PACKED_ROWS} rows keep contract P", problem.m),
-        );
-        (Kernel::CpuTiled, Contract::Expanded)
+    let (kernel, gpu, basis) = if problem.m == 0 {
+        (Kernel::Empty, None, "nothing to compute")
+    } else if let Some((kernel, gpu, basis)) = metal(problem, device, &mut refused) {
+        (kernel, Some(gpu), basis)
+    } else {
+        let (kernel, basis) = cpu(problem, &mut refused);
+        (kernel, None, basis)
     };
-    Choice { kernel, contract, level: device.cpu, refused }
+    Choice { kernel, contract: kernel.contract(), level: device.cpu, gpu, basis, refused }
+}
+
+fn metal(
+    problem: &Problem,
+    device: &Device,
+    refused: &mut Vec<Refused>,
+) -> Option<(Kernel, Gpu, &'static str)> {
+    let gpu = device.metal?;
+    let on = problem.on(gpu);
+    let mut takes = |kernel, verdict: Result<(), Unsupported>| match verdict {
+        Ok(()) => true,
+        Err(unsupported) => {
+            refused.push(Refused { kernel, reason: unsupported.reason.to_string() });
+            false
+        }
+    };
+    if takes(Kernel::MetalScatter, scatter::supports(&on)) {
+        return Some((
+            Kernel::MetalScatter,
+            gpu,
+            "the TypeScript original's rule; not measured by this project",
+        ));
+    }
+    if takes(Kernel::MetalSplitK, splitk::supports(&on)) {
+        let g = &problem.geometry;
+        let basis = if g.axis() == Axis::Output && (g.rows(), g.cols()) == SPLIT_K_SHAPE {
+            "the TypeScript original's measurement of this shape; not measured by this project"
+        } else {
+            "widened from 17408 x 5120 to every shape the kernel takes; not measured"
+        };
+        return Some((Kernel::MetalSplitK, gpu, basis));
+    }
+    if takes(Kernel::MetalExpand, expand::supports(&on)) {
+        return Some((Kernel::MetalExpand, gpu, "takes any M; not measured by this project"));
+    }
+    None
+}
+
+fn cpu(problem: &Problem, refused: &mut Vec<Refused>) -> (Kernel, &'static str) {
+    if problem.factored {
+        return (Kernel::CpuFactored, "asked for");
+    }
+    let mut refuse = |kernel, reason| refused.push(Refused { kernel, reason });
+    refuse(Kernel::CpuFactored, "contract F was not asked for".to_owned());
+    if problem.m <= MAX_PACKED_ROWS {
+        return (Kernel::CpuPacked, "the format's contract for M <= 4");
+    }
+    refuse(Kernel::CpuPacked, format!("M is {}, at most {MAX_PACKED_ROWS} rows keep contract P", problem.m));
+    (Kernel::CpuTiled, "the format's contract for M > 4")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use trellis_codec::Axis;
+
+    fn problem(axis: Axis, rows: usize, cols: usize, m: usize, dtype: Dtype) -> Problem {
+        Problem::new(Geometry::new(axis, 3, 12, 256, rows, cols).unwrap(), m, dtype)
+    }
 
     #[test]
-    fn the_table() {
-        let geometry = Geometry::new(Axis::Output, 3, 12, 256, 17408, 5120).unwrap();
-        let device = Device { cpu: Level::Scalar };
+    fn the_cpu_table() {
+        let device = Device { cpu: Level::Scalar, metal: None };
         for (m, factored, kernel, contract, passed_over) in [
             (0, false, Kernel::Empty, Contract::Packed, 0),
             (1, false, Kernel::CpuPacked, Contract::Packed, 1),
@@ -130,7 +242,7 @@ mod tests {
             (1, true, Kernel::CpuFactored, Contract::Factored, 0),
             (64, true, Kernel::CpuFactored, Contract::Factored, 0),
         ] {
-            let problem = Problem { geometry, m, dtype: Dtype::Bf16, factored };
+            let problem = Problem { factored, ..problem(Axis::Output, 17408, 5120, m, Dtype::Bf16) };
             let choice = choose(&problem, &device);
             assert_eq!(
                 (choice.kernel, choice.contract),
@@ -139,6 +251,48 @@ mod tests {
             );
             assert_eq!(choice.refused.len(), passed_over, "m = {m}, factored = {factored}");
             assert_eq!(choice.level, Level::Scalar);
+            assert!(choice.launches(&problem).unwrap().is_empty());
         }
+    }
+
+    #[test]
+    fn the_metal_table() {
+        use Axis::{Input, Output};
+        let device = Device { cpu: Level::Scalar, metal: Some(Gpu::Other) };
+        for (axis, rows, cols, m, dtype, kernel, launches, basis) in [
+            (Output, 17408, 5120, 0, Dtype::Bf16, Kernel::Empty, 0, "nothing"),
+            (Output, 17408, 5120, 1, Dtype::Bf16, Kernel::MetalScatter, 1, "original's rule"),
+            (Output, 17408, 5120, 4, Dtype::F32, Kernel::MetalScatter, 1, "original's rule"),
+            (Output, 17408, 5120, 5, Dtype::Bf16, Kernel::MetalSplitK, 2, "measurement of this shape"),
+            (Output, 17408, 5120, 8, Dtype::Bf16, Kernel::MetalSplitK, 2, "measurement of this shape"),
+            (Output, 4096, 2560, 8, Dtype::Bf16, Kernel::MetalSplitK, 2, "widened"),
+            // Fewer inputs than outputs, another dtype, more rows: no split-K.
+            (Output, 2560, 4096, 8, Dtype::Bf16, Kernel::MetalExpand, 1, "any M"),
+            (Output, 17408, 5120, 8, Dtype::F16, Kernel::MetalExpand, 1, "any M"),
+            (Output, 17408, 5120, 9, Dtype::Bf16, Kernel::MetalExpand, 1, "any M"),
+            (Input, 17408, 5120, 1, Dtype::Bf16, Kernel::MetalExpand, 1, "any M"),
+        ] {
+            let problem = problem(axis, rows, cols, m, dtype);
+            let choice = choose(&problem, &device);
+            let what = format!("{rows}x{cols} m = {m} {dtype:?}");
+            assert_eq!(choice.kernel, kernel, "{what}");
+            assert_eq!(choice.launches(&problem).unwrap().len(), launches, "{what}");
+            assert!(choice.basis.contains(basis), "{what}: {}", choice.basis);
+            assert!(choice.refused.iter().all(|r| !r.reason.is_empty()));
+        }
+    }
+
+    #[test]
+    fn what_is_refused_says_why() {
+        let device = Device { cpu: Level::Scalar, metal: Some(Gpu::Other) };
+        let choice = choose(&problem(Axis::Output, 17408, 5120, 9, Dtype::Bf16), &device);
+        let reasons: Vec<_> = choice.refused.iter().map(|r| (r.kernel, r.reason.as_str())).collect();
+        assert_eq!(
+            reasons,
+            [
+                (Kernel::MetalScatter, "M is 9, expected 1 to 4"),
+                (Kernel::MetalSplitK, "M is 9, expected 5 to 8")
+            ]
+        );
     }
 }

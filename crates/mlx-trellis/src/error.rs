@@ -4,6 +4,7 @@ use mlx_rs::Dtype;
 use mlx_rs::error::Exception;
 use thiserror::Error;
 use trellis_codec::{ArtifactError, EncodeError, GeometryError, PackError};
+use trellis_kernels::Unsupported;
 
 /// What can go wrong with a trellis layer.
 #[derive(Debug, Error)]
@@ -91,6 +92,15 @@ pub enum Error {
     /// A file that cannot be read.
     #[error(transparent)]
     Artifact(#[from] ArtifactError),
+    /// A product that the chosen GPU kernel does not take.
+    #[error(transparent)]
+    Unsupported(#[from] Unsupported),
+    /// A path that MLX cannot open.
+    #[error("{}: found a path with a NUL byte or invalid UTF-8, expected one that MLX can open", path.display())]
+    Path {
+        /// The path.
+        path: std::path::PathBuf,
+    },
     /// An error of MLX's own.
     #[error(transparent)]
     Mlx(#[from] Exception),

@@ -9,6 +9,7 @@ pub mod artifact;
 mod backend;
 pub mod dispatch;
 mod error;
+pub mod export;
 mod ffi;
 mod linear;
 mod maybe;
@@ -20,11 +21,17 @@ pub use linear::TrellisLinear;
 pub use maybe::{MaybeTrellis, TrellisQuantizable};
 pub use quantize::{AUTO_SAMPLE_ROWS, AxisChoice, QuantizeOptions, choose_axis, quantize_weight};
 pub use trellis_codec::{Axis, EncodeReport, Encoded, Geometry, Layout, bf16, f16};
+pub use trellis_kernels::{Gpu, Variant};
 pub use weights::{MatmulOptions, TrellisWeights, dequantize, problem, trellis_matmul, trellis_matmul_with};
 
 /// The version of the MLX library that is linked, such as `0.32.2`.
 pub fn mlx_version() -> String {
     ffi::mlx_version()
+}
+
+/// Whether MLX has a Metal device here.
+pub fn metal_is_available() -> bool {
+    ffi::metal_kernel::is_available()
 }
 
 /// The README's example, compiled and run with the documentation's own.

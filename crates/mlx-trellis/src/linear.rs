@@ -11,9 +11,10 @@ use mlx_rs::{Array, Dtype};
 use trellis_codec::artifact::Artifact;
 use trellis_codec::{EncodeReport, Geometry};
 
+use crate::dispatch::Kernel;
 use crate::error::Error;
 use crate::quantize::{QuantizeOptions, quantize_weight};
-use crate::weights::{MatmulOptions, TrellisWeights, check_parameter, dequantize, trellis_matmul_with};
+use crate::weights::{MatmulOptions, TrellisWeights, check_parameter, dequantize, problem, run};
 
 /// `y = x · Wᵀ + bias` with `W [out, in]` kept as trellis codes.
 ///
@@ -167,7 +168,12 @@ impl TrellisLinear {
         if let Some(bias) = &self.bias.value {
             check_bias(bias, &self.geometry)?;
         }
-        let y = trellis_matmul_with(x, &weights, self.options)?;
+        let problem = problem(x, &self.geometry, self.options)?;
+        let choice = self.options.choose(&problem);
+        let y = run(x, &weights, &problem, &choice)?;
+        if choice.kernel == Kernel::MetalExpand {
+            bound_memory(&y)?;
+        }
         match &self.bias.value {
             Some(bias) => Ok(y.add(bias)?),
             None => Ok(y),
@@ -184,6 +190,15 @@ impl Module<&Array> for TrellisLinear {
     }
 
     fn training_mode(&mut self, _: bool) {}
+}
+
+/// Dense weights that many layers queue lazily can exhaust a GPU's memory, so a layer evaluates after each one. While a
+/// function is traced there is nothing to evaluate, and MLX says so; whoever evaluates the trace then bounds it.
+fn bound_memory(y: &Array) -> Result<(), Error> {
+    match y.eval() {
+        Err(error) if error.what().contains("function transformations") => Ok(()),
+        other => Ok(other?),
+    }
 }
 
 fn check_bias(bias: &Array, geometry: &Geometry) -> Result<(), Error> {

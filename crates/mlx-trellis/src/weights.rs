@@ -4,9 +4,10 @@ use mlx_rs::{Array, Dtype as MlxDtype};
 use trellis_codec::artifact::TrellisModule;
 use trellis_codec::reference::Dtype;
 use trellis_codec::{Axis, Geometry};
+use trellis_kernels::Variant;
 
 use crate::backend;
-use crate::dispatch::{self, Device, Kernel, Problem};
+use crate::dispatch::{self, Choice, Device, Kernel, Problem};
 use crate::error::Error;
 
 /// Codes, scales and geometry of one layer's weight, checked against each other when made.
@@ -101,6 +102,23 @@ pub struct MatmulOptions {
     /// Accept contract F: scale and divisor applied outside the sum, fewer operations a weight, the same error bound
     /// but not the same bits as the format's packed kernels.
     pub factored: bool,
+    /// Decode arithmetic and set of Metal kernels; for experiments.
+    pub variant: Variant,
+    /// Ask for the `CODEBOOK` representation of Metal's scatter at M = 3 and 4.
+    pub shared_codebook: bool,
+    /// Where to compute, or `None` for wherever operations built now on this thread run.
+    pub device: Option<Device>,
+}
+
+impl MatmulOptions {
+    fn device(&self) -> Device {
+        self.device.unwrap_or_else(Device::current)
+    }
+
+    /// The kernel that [`trellis_matmul_with`] takes for a problem.
+    pub fn choose(&self, problem: &Problem) -> Choice {
+        dispatch::choose(problem, &self.device())
+    }
 }
 
 /// The lazy product `y = x · Wᵀ` for a layer's weight `W [out, in]`: x `[..., in]` in float32, float16 or bfloat16
@@ -136,7 +154,16 @@ pub fn trellis_matmul_with(
     options: MatmulOptions,
 ) -> Result<Array, Error> {
     let problem = problem(x, &weights.geometry, options)?;
-    let choice = dispatch::choose(&problem, &Device::current());
+    run(x, weights, &problem, &options.choose(&problem))
+}
+
+/// The lazy product by a kernel that was chosen for the problem.
+pub(crate) fn run(
+    x: &Array,
+    weights: &TrellisWeights,
+    problem: &Problem,
+    choice: &Choice,
+) -> Result<Array, Error> {
     match choice.kernel {
         Kernel::Empty => {
             let mut shape = x.shape().to_vec();
@@ -144,6 +171,9 @@ pub fn trellis_matmul_with(
                 *last = weights.geometry.out_features() as i32;
             }
             Ok(mlx_rs::ops::zeros_dtype(&shape, x.dtype())?)
+        }
+        kernel @ (Kernel::MetalScatter | Kernel::MetalSplitK | Kernel::MetalExpand) => {
+            backend::metal::matmul(x, weights, problem, kernel, choice.gpu.unwrap_or_default())
         }
         Kernel::CpuFactored | Kernel::CpuPacked | Kernel::CpuTiled => {
             backend::cpu::matmul(x, weights, choice.contract)
@@ -163,7 +193,14 @@ pub fn problem(x: &Array, geometry: &Geometry, options: MatmulOptions) -> Result
         return Err(Error::Shape { shape: shape.to_vec(), in_features });
     }
     let m = leading.iter().map(|&d| d as usize).product();
-    Ok(Problem { geometry: *geometry, m, dtype: dtype("x", x.dtype())?, factored: options.factored })
+    Ok(Problem {
+        geometry: *geometry,
+        m,
+        dtype: dtype("x", x.dtype())?,
+        factored: options.factored,
+        variant: options.variant,
+        shared_codebook: options.shared_codebook,
+    })
 }
 
 /// The lazy dense weight `W [out, in]` in `dtype` (float32, float16 or bfloat16), each weight rounded once (contract
@@ -172,7 +209,11 @@ pub fn problem(x: &Array, geometry: &Geometry, options: MatmulOptions) -> Result
 /// # Errors
 /// [`Error::Dtype`] for another dtype.
 pub fn dequantize(weights: &TrellisWeights, dtype: MlxDtype) -> Result<Array, Error> {
-    let stored = backend::cpu::expand(weights, self::dtype("dtype", dtype)?)?;
+    let dtype = self::dtype("dtype", dtype)?;
+    let stored = match Device::current().metal {
+        Some(gpu) => backend::metal::stored(weights, &Problem::new(weights.geometry, 0, dtype), gpu)?,
+        None => backend::cpu::expand(weights, dtype)?,
+    };
     match weights.geometry.axis() {
         Axis::Output => Ok(stored.transpose()?),
         Axis::Input => Ok(stored),
@@ -185,6 +226,15 @@ fn dtype(what: &'static str, found: MlxDtype) -> Result<Dtype, Error> {
         MlxDtype::Float16 => Ok(Dtype::F16),
         MlxDtype::Bfloat16 => Ok(Dtype::Bf16),
         found => Err(Error::Dtype { what, found }),
+    }
+}
+
+/// MLX's name for a dtype.
+pub(crate) fn mlx_dtype(dtype: Dtype) -> MlxDtype {
+    match dtype {
+        Dtype::F32 => MlxDtype::Float32,
+        Dtype::F16 => MlxDtype::Float16,
+        Dtype::Bf16 => MlxDtype::Bfloat16,
     }
 }
 

@@ -13,7 +13,7 @@ use crate::{fetch, mlx};
 /// The packages that need no MLX; their tests run in parallel. Every other member is taken to use MLX, whose
 /// device and streams are shared by the whole process, and runs with one test thread: a new package is tested
 /// either way.
-const PURE: &[&str] = &["trellis-codec", "trellis-cpu"];
+const PURE: &[&str] = &["msl-emu", "trellis-codec", "trellis-cpu", "trellis-kernels"];
 
 /// Runs the main job: a layer of the size it was made for, then real weights.
 pub(crate) fn demo(workspace: &Workspace) -> Result<()> {

@@ -1,9 +1,12 @@
-//! All of this crate's unsafe code: C++ primitives made into lazy arrays.
+//! All of this crate's unsafe code: C++ primitives made into lazy arrays, custom kernels, and what mlx-rs does not wrap.
 #![allow(unsafe_code)]
 
 mod cpu_primitive;
+mod export;
+pub(crate) mod metal_kernel;
 
 pub(crate) use cpu_primitive::{expand, matmul};
+pub(crate) use export::{export, placeholder_gpu};
 
 /// The version of the MLX library that is linked.
 pub(crate) fn mlx_version() -> String {
