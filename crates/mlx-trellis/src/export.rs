@@ -6,13 +6,14 @@ use std::path::Path;
 
 use mlx_rs::{Array, Dtype as MlxDtype, ops, with_stream};
 
+use crate::Gpu;
 use crate::dispatch::{Device, Problem};
 use crate::error::Error;
 use crate::ffi;
-use crate::weights::{TrellisWeights, mlx_dtype, run};
-use crate::{Gpu, dispatch};
+use crate::linear::TrellisLinear;
+use crate::weights::{MatmulOptions, TrellisWeights, mlx_dtype};
 
-/// Writes the product `f(x, codes, scales) -> [y]` of a problem as Metal computes it on `gpu` to `path` (`.mlxfn`):
+/// Writes a layer's forward `f(x, codes, scales) -> [y]` of a problem as Metal computes it on `gpu` to `path` (`.mlxfn`):
 /// x `[m, in]` in the problem's dtype, codes uint32 of the geometry's codes shape, scales float16 `[rows]`, y `[m, out]`.
 ///
 /// Nothing is evaluated, and no array of the weights' size is in the file.
@@ -24,7 +25,12 @@ pub fn export_metal(problem: &Problem, gpu: Gpu, path: &Path) -> Result<(), Erro
     let file = path.to_str().and_then(|p| CString::new(p).ok());
     let file = file.ok_or_else(|| Error::Path { path: path.to_owned() })?;
     let g = problem.geometry;
-    let choice = dispatch::choose(problem, &Device { metal: Some(gpu), ..Device::cpu() });
+    let options = MatmulOptions {
+        factored: problem.factored,
+        variant: problem.variant,
+        shared_codebook: problem.shared_codebook,
+        device: Some(Device { metal: Some(gpu), ..Device::cpu() }),
+    };
     let dim = |d: usize| i32::try_from(d).map_err(|_| Error::TooLarge { what: "weight", found: d });
     let codes_shape = g.codes_shape().into_iter().map(dim).collect::<Result<Vec<_>, _>>()?;
     let args = [
@@ -36,7 +42,7 @@ pub fn export_metal(problem: &Problem, gpu: Gpu, path: &Path) -> Result<(), Erro
     with_stream(&stream, || {
         ffi::export(&file, &args, |args: &[Array]| {
             let weights = TrellisWeights::new(args[1].clone(), args[2].clone(), g)?;
-            run(&args[0], &weights, problem, &choice)
+            TrellisLinear::new(weights, None)?.with_options(options).try_forward(&args[0])
         })
     })
 }
