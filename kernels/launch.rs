@@ -1,4 +1,4 @@
-//! A kernel launch as MLX's `metal_kernel` takes it.
+//! A kernel launch as MLX's `metal_kernel` and `cuda_kernel` take it.
 
 use std::borrow::Cow;
 
@@ -46,6 +46,8 @@ pub struct Array {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum TemplateValue {
+    /// A `bool`.
+    Bool(bool),
     /// An `int`.
     Int(i32),
     /// A `typename`.
@@ -75,13 +77,37 @@ pub struct Launch {
     pub init_value: Option<f32>,
     /// Whether MLX must make inputs row-contiguous first: every kernel here needs it.
     pub ensure_row_contiguous: bool,
+    /// Bytes of shared memory beyond what the body declares; CUDA only, and left out of JSON when there are none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub shared_memory: u32,
+}
+
+fn is_zero(bytes: &u32) -> bool {
+    *bytes == 0
 }
 
 impl Launch {
+    /// A launch on Metal.
     pub(crate) fn new(name: &'static str, source: &'static str) -> Self {
+        Self::with_header(name.into(), prelude::header().into(), source)
+    }
+
+    /// A launch on CUDA.
+    pub(crate) fn cuda(name: &'static str, source: &'static str) -> Self {
+        Self::with_header(name.into(), prelude::cuda_header().into(), source)
+    }
+
+    /// A launch on CUDA whose registers are bounded so that `blocks` blocks of `threads` fit a multiprocessor. The
+    /// bound stands in the header, and one name is one header, so the name tells it.
+    pub(crate) fn cuda_bounded(name: &str, source: &'static str, threads: usize, blocks: usize) -> Self {
+        let header = prelude::cuda_bounded_header(threads, blocks);
+        Self::with_header(format!("{name}_{threads}x{blocks}").into(), header.into(), source)
+    }
+
+    fn with_header(name: Cow<'static, str>, header: Cow<'static, str>, source: &'static str) -> Self {
         Launch {
-            name: name.into(),
-            header: prelude::header().into(),
+            name,
+            header,
             source: source.into(),
             inputs: Vec::new(),
             outputs: Vec::new(),
@@ -90,6 +116,7 @@ impl Launch {
             threadgroup: [1; 3],
             init_value: None,
             ensure_row_contiguous: true,
+            shared_memory: 0,
         }
     }
 
@@ -111,6 +138,11 @@ impl Launch {
     /// Integers that eligibility has bounded by [`i32::MAX`].
     pub(crate) fn integers<const N: usize>(mut self, values: [(&'static str, usize); N]) -> Self {
         self.template.extend(values.map(|(name, value)| (name.into(), TemplateValue::Int(value as i32))));
+        self
+    }
+
+    pub(crate) fn booleans<const N: usize>(mut self, values: [(&'static str, bool); N]) -> Self {
+        self.template.extend(values.map(|(name, value)| (name.into(), TemplateValue::Bool(value))));
         self
     }
 

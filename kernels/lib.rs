@@ -3,8 +3,8 @@
 //! it on the CPU with `msl-emu`.
 //!
 //! One folder is one family: `mod.rs` holds the idea, the eligibility and the launch, `*.metal` the bodies,
-//! `tests.rs` their proof. [`prelude`] writes the header that all bodies share from the constants of
-//! `trellis-codec`. A new kernel is a folder and a line in [`ALL`].
+//! `tests.rs` their proof; `cuda.rs` and `*.cu` are the same for CUDA. [`prelude`] writes the headers that all bodies
+//! share from the constants of `trellis-codec`. A new kernel is a folder and a line in [`ALL`] or [`cuda::ALL`].
 //!
 //! ```
 //! use trellis_codec::reference::Dtype;
@@ -20,11 +20,13 @@
 //! ```
 #![forbid(unsafe_code)]
 
+pub mod cuda;
 mod launch;
 pub mod prelude;
 mod problem;
 
 pub mod expand;
+pub mod reduce;
 pub mod scatter;
 pub mod splitk;
 
@@ -34,12 +36,12 @@ mod support;
 mod tests;
 
 pub use launch::{Array, Launch, TemplateValue, Type};
-pub use problem::{Gpu, Problem, Reason, Unsupported, Variant, VariantError};
+pub use problem::{Cuda, Gpu, Problem, Reason, Unsupported, Variant, VariantError};
 
 /// Lanes of a SIMD group.
 pub const SIMD_LANES: usize = 32;
 
-/// Every kernel.
+/// Every Metal kernel; [`cuda::ALL`] has those of CUDA.
 pub static ALL: [&Kernel; 8] = [
     &scatter::GENERIC,
     &scatter::BALANCED,
@@ -66,7 +68,11 @@ impl Kernel {
     /// # Errors
     /// The first rule of the kernel that the problem breaks.
     pub fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
-        (self.check)(problem).map_err(|reason| Unsupported { kernel: self.name, problem: *problem, reason })
+        (self.check)(problem).map_err(|reason| Unsupported {
+            kernel: self.name,
+            problem: Box::new(*problem),
+            reason,
+        })
     }
 
     /// The launch that computes the problem.

@@ -1,5 +1,5 @@
-//! The header in front of every Metal body, written from `trellis-codec`'s constants: no number of the format appears
-//! in a body.
+//! The headers in front of every Metal and every CUDA body, written from `trellis-codec`'s constants: no number of the
+//! format appears in a body. What follows is about Metal; the functions of CUDA bodies are in `decode.cuh`.
 //!
 //! Contraction is off, and a product that must round stands in a statement of its own all the same; where the format
 //! says fma, the text says `fma`. Loops over a lane's sums are unrolled whole, which keeps the sums in registers and
@@ -24,6 +24,38 @@ static HEADER: LazyLock<String> = LazyLock::new(write);
 /// The header: constants `TRELLIS_*` and functions `trellis_*`.
 pub fn header() -> &'static str {
     &HEADER
+}
+
+static CUDA_HEADER: LazyLock<String> = LazyLock::new(write_cuda);
+
+/// The header of CUDA bodies: macros `TRELLIS_*` and the namespace `trellis`. MLX puts it after its own includes, which
+/// bring the half types, and in front of the kernel's signature.
+pub fn cuda_header() -> &'static str {
+    &CUDA_HEADER
+}
+
+/// [`cuda_header`], with the kernel that follows bounded to `threads` a block and `blocks` blocks a multiprocessor. MLX
+/// writes the signature itself and has no place for launch bounds, so they ride on the keyword that it begins with.
+pub(crate) fn cuda_bounded_header(threads: usize, blocks: usize) -> String {
+    format!(
+        "{}\n#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({threads}, {blocks})\n",
+        cuda_header()
+    )
+}
+
+fn write_cuda() -> String {
+    let mut text = String::new();
+    for (name, value) in [
+        ("MULTIPLIER", format!("{CODE_MULTIPLIER}u")),
+        ("INCREMENT", format!("{CODE_INCREMENT}u")),
+        ("BIAS", CODE_BIAS.to_string()),
+        ("DIVISOR", format!("{CODE_DIVISOR:?}f")),
+        ("LIFT_BITS", format!("{FLOAT_LIFT_BITS}u")),
+        ("LIFT_BIAS", format!("{FLOAT_LIFT_BIAS:?}f")),
+    ] {
+        let _ = writeln!(text, "#define TRELLIS_{name} {value}");
+    }
+    text + include_str!("decode.cuh")
 }
 
 fn write() -> String {
@@ -144,6 +176,16 @@ inline uint trellis_window(uint2 ring, int offset) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn float_constants_of_cuda_read_back() {
+        for (name, value) in [("DIVISOR", CODE_DIVISOR), ("LIFT_BIAS", FLOAT_LIFT_BIAS)] {
+            let start = format!("#define TRELLIS_{name} ");
+            let line = cuda_header().lines().find(|l| l.starts_with(&start)).expect("a constant");
+            let literal = line[start.len()..].strip_suffix('f').expect("a float literal");
+            assert_eq!(literal.parse::<f32>().map(f32::to_bits), Ok(value.to_bits()), "{line}");
+        }
+    }
 
     #[test]
     fn float_constants_read_back() {

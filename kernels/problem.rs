@@ -83,9 +83,27 @@ pub struct VariantError {
 pub enum Gpu {
     /// Architecture `applegpu_g13s`.
     AppleG13s,
+    /// An NVIDIA GPU, for CUDA kernels.
+    Cuda(Cuda),
     /// Any other.
     #[default]
     Other,
+}
+
+/// What the launches of CUDA kernels depend on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Cuda {
+    /// Multiprocessors of the GPU.
+    pub multiprocessors: u32,
+    /// Compute capability, major and minor.
+    pub capability: (u32, u32),
+}
+
+impl fmt::Display for Cuda {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (major, minor) = self.capability;
+        write!(f, "sm_{major}{minor}, {} multiprocessors", self.multiprocessors)
+    }
 }
 
 impl Gpu {
@@ -136,6 +154,14 @@ impl Problem {
         match self.geometry.layout() {
             Layout::RowMajor => 0,
             Layout::Interleaved => 2,
+        }
+    }
+
+    /// The GPU's CUDA facts.
+    pub(crate) fn cuda(&self) -> Result<Cuda, Reason> {
+        match self.gpu {
+            Gpu::Cuda(cuda) => Ok(cuda),
+            _ => Err(Reason::NotCuda),
         }
     }
 
@@ -195,7 +221,7 @@ pub struct Unsupported {
     /// The kernel's name, or its family's where no kernel of it takes the problem.
     pub kernel: &'static str,
     /// The problem.
-    pub problem: Problem,
+    pub problem: Box<Problem>,
     /// The rule it breaks.
     pub reason: Reason,
 }
@@ -318,6 +344,33 @@ pub enum Reason {
         /// Tiles.
         found: usize,
         /// The most the kernel takes.
+        most: usize,
+    },
+    /// A GPU that is no CUDA one.
+    #[error("the GPU does not run CUDA")]
+    NotCuda,
+    /// A GPU without the instructions.
+    #[error("compute capability is {}.{}, expected at least {}.{}", found.0, found.1, least.0, least.1)]
+    Capability {
+        /// The GPU's, major and minor.
+        found: (u32, u32),
+        /// The least the kernel takes.
+        least: (u32, u32),
+    },
+    /// A block length that does not divide a tile of the tensor-core kernels.
+    #[error("T is {found}, expected 32, 64, 128 or 256")]
+    NotTiled {
+        /// The matrix's `T`.
+        found: usize,
+    },
+    /// A launch larger than a grid can be.
+    #[error("the grid has {found} {what}, expected at most {most}")]
+    Grid {
+        /// What of the grid.
+        what: &'static str,
+        /// How many.
+        found: usize,
+        /// The most there can be.
         most: usize,
     },
     /// A dimension beyond what MLX's shapes hold.

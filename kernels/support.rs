@@ -129,6 +129,7 @@ pub(crate) fn emulated(launch: &Launch) -> msl_emu::Kernel {
     }
     for (name, value) in &launch.template {
         kernel = match *value {
+            TemplateValue::Bool(v) => kernel.template(name, v),
             TemplateValue::Int(v) => kernel.template(name, v),
             TemplateValue::Type(t) => kernel.template(name, dtype(t)),
         };

@@ -1,6 +1,9 @@
 //! One suite for every back end: decode bit for bit, products within the bound, on golden and on random matrices.
 
-use mlx_trellis::{Axis, Geometry, Layout, MatmulOptions, dequantize, trellis_matmul, trellis_matmul_with};
+use mlx_trellis::dispatch::{Device, Kernel, Problem, choose_cuda};
+use mlx_trellis::{
+    Axis, Geometry, Layout, MatmulOptions, dequantize, trellis_matmul, trellis_matmul_by, trellis_matmul_with,
+};
 use mlx_trellis_tests::*;
 use proptest::prelude::*;
 use rstest::rstest;
@@ -25,44 +28,46 @@ fn stored(matrix: &Matrix, dtype: Dtype) -> Vec<f32> {
 #[test]
 fn golden_cases() {
     for backend in BACKENDS.into_iter().filter(|b| b.present()) {
-        for case in golden() {
-            let matrix = Matrix::of_case(&case);
-            assert_eq!(bits(&stored(&matrix, Dtype::F32)), bits(&case.expanded), "{backend:?} {}", case.name);
-            assert_eq!(
-                bits(&stored(&matrix, Dtype::Bf16)),
-                bits(&case.expanded_bf16),
-                "{backend:?} {}",
-                case.name
-            );
-            let x = array(&case.x, &[case.m as i32, case.geometry.in_features() as i32], Dtype::Bf16);
-            let y = values(&trellis_matmul(&x, &matrix.weights()).unwrap());
-            let contract = contract(case.m);
-            let mut product = matrix.product(&case.x, case.m, contract, Dtype::Bf16);
-            // The independent program's numbers, not our oracle's.
-            product.y = if contract == Contract::Packed {
-                case.y_packed.clone()
-            } else {
-                case.y_expanded_bf16.clone()
-            };
-            let worst = assert_within(&y, &product, Dtype::Bf16, &case.name);
-            println!("{} {}: worst {worst:.3} of the allowance", backend.name(), case.name);
-        }
+        backend.run(|| golden().iter().for_each(|case| golden_case(backend, case)));
     }
 }
 
-fn check(matrix: &Matrix, m: usize, dtype: Dtype, seed: u64) -> f64 {
+fn golden_case(backend: Backend, case: &trellis_codec::cases::Case) {
+    let matrix = Matrix::of_case(case);
+    let what = format!("{} {}", backend.name(), case.name);
+    assert_eq!(bits(&stored(&matrix, Dtype::F32)), bits(&case.expanded), "{what}");
+    assert_eq!(bits(&stored(&matrix, Dtype::Bf16)), bits(&case.expanded_bf16), "{what}");
+    let x = array(&case.x, &[case.m as i32, case.geometry.in_features() as i32], Dtype::Bf16);
+    let y = values(&trellis_matmul(&x, &matrix.weights()).unwrap());
+    let choice = chosen(&case.geometry, case.m, Dtype::Bf16, MatmulOptions::default());
+    let mut product = matrix.product(&case.x, case.m, choice.contract, Dtype::Bf16);
+    // The independent program's numbers, not our oracle's, where it has them.
+    match choice.contract {
+        Contract::Packed => product.y = case.y_packed.clone(),
+        Contract::Expanded => product.y = case.y_expanded_bf16.clone(),
+        Contract::Factored => {}
+    }
+    let worst = assert_within(&y, &product, Dtype::Bf16, choice.kernel.takes_tf32_allowance(), &what);
+    println!("{what} by {}: worst {worst:.3} of the allowance", choice.kernel);
+}
+
+fn check(matrix: &Matrix, m: usize, dtype: Dtype, seed: u64) {
     let g = &matrix.geometry;
     let x = activations(m * g.in_features(), dtype, seed);
     let x_array = array(&x, &[m as i32, g.in_features() as i32], dtype);
-    let y = trellis_matmul(&x_array, &matrix.weights()).unwrap();
-    assert_eq!(y.dtype(), mlx_dtype(dtype));
-    assert_eq!(y.shape(), [m as i32, g.out_features() as i32]);
-    let what = format!("{g} m={m} {dtype:?}");
-    let worst = assert_within(&values(&y), &matrix.product(&x, m, contract(m), dtype), dtype, &what);
-    let options = MatmulOptions { factored: true, ..MatmulOptions::default() };
-    let y = values(&trellis_matmul_with(&x_array, &matrix.weights(), options).unwrap());
-    let factored = assert_within(&y, &matrix.product(&x, m, Contract::Factored, dtype), dtype, &what);
-    worst.max(factored)
+    for (factored, packed) in [(false, false), (true, false), (false, true)] {
+        let options = MatmulOptions { factored, packed, ..MatmulOptions::default() };
+        let y = trellis_matmul_with(&x_array, &matrix.weights(), options).unwrap();
+        assert_eq!(y.dtype(), mlx_dtype(dtype));
+        assert_eq!(y.shape(), [m as i32, g.out_features() as i32]);
+        check_product(&values(&y), matrix, &x, m, dtype, options);
+    }
+}
+
+/// The back ends that a random case runs on: a GPU's kernels are compiled for each geometry, which takes a second or
+/// more, so it gets every eighth.
+fn backends(seed: u64) -> impl Iterator<Item = Backend> {
+    BACKENDS.into_iter().filter(move |&b| b == Backend::Cpu || seed.is_multiple_of(8) && b.present())
 }
 
 proptest! {
@@ -81,10 +86,12 @@ proptest! {
         seed in any::<u64>(),
     ) {
         let matrix = Matrix::random(Geometry::new(axis, k, l, t, rows, blocks * t).unwrap(), seed);
-        for backend in BACKENDS.into_iter().filter(|b| b.present()) {
-            check(&matrix, m, dtype, seed);
-            let expected = matrix.decoded(Contract::Expanded, dtype);
-            prop_assert_eq!(bits(&stored(&matrix, dtype)), bits(&expected), "{:?}", backend);
+        for backend in backends(seed) {
+            backend.run(|| {
+                check(&matrix, m, dtype, seed);
+                let expected = matrix.decoded(Contract::Expanded, dtype);
+                assert_eq!(bits(&stored(&matrix, dtype)), bits(&expected), "{backend:?}");
+            });
         }
     }
 
@@ -99,13 +106,56 @@ proptest! {
         let g = Geometry::new(Axis::Output, 3, 12, 256, rows, pairs * 512).unwrap();
         let plain = Matrix::random(g, seed);
         let matrix = plain.clone().with_layout(Layout::Interleaved);
-        check(&matrix, m, dtype, seed);
-        prop_assert_eq!(bits(&stored(&matrix, dtype)), bits(&stored(&plain, dtype)));
-        // The layout changes where codes lie, not what is computed.
-        let x = array(&activations(m * rows, dtype, seed), &[m as i32, rows as i32], dtype);
-        let y = |m: &Matrix| bits(&values(&trellis_matmul(&x, &m.weights()).unwrap()));
-        prop_assert_eq!(y(&matrix), y(&plain));
+        for backend in backends(seed) {
+            backend.run(|| {
+                check(&matrix, m, dtype, seed);
+                assert_eq!(bits(&stored(&matrix, dtype)), bits(&stored(&plain, dtype)));
+                // The layout changes where codes lie, not what is computed.
+                let x = array(&activations(m * rows, dtype, seed), &[m as i32, rows as i32], dtype);
+                let y = |m: &Matrix| bits(&values(&trellis_matmul(&x, &m.weights()).unwrap()));
+                assert_eq!(y(&matrix), y(&plain), "{backend:?}");
+            });
+        }
     }
+}
+
+/// Every kernel of a GPU at each side of every border of M, on shapes that the tensor-core kernels take and on one that
+/// they leave, twice: two runs give the same bits.
+#[rstest]
+fn every_cuda_kernel(
+    #[values(Axis::Output, Axis::Input)] axis: Axis,
+    #[values(1, 2, 3, 4)] k: u32,
+    #[values((12, 256, 129, 768), (9, 64, 33, 256), (16, 96, 40, 192))] shape: (u32, usize, usize, usize),
+) {
+    if !Backend::Cuda.present() {
+        return;
+    }
+    let (l, t, rows, cols) = shape;
+    let matrix = Matrix::random(Geometry::new(axis, k, l, t, rows, cols).unwrap(), u64::from(k));
+    Backend::Cuda.run(|| {
+        for (i, m) in [1, 2, 3, 4, 5, 8, 9, 17].into_iter().enumerate() {
+            let dtype = DTYPES[i % DTYPES.len()];
+            let x = activations(m * matrix.geometry.in_features(), dtype, 11);
+            let x_array = array(&x, &[m as i32, matrix.geometry.in_features() as i32], dtype);
+            for kernel in [Kernel::CudaExact, Kernel::CudaFloat, Kernel::CudaPacked, Kernel::CudaExpand] {
+                // MLX's matmul would round these to tf32.
+                if kernel == Kernel::CudaExpand && dtype == Dtype::F32 {
+                    continue;
+                }
+                let problem = Problem::new(matrix.geometry, m, dtype);
+                let Ok(choice) = choose_cuda(kernel, &problem, &Device::current()).unwrap() else { continue };
+                let run = || {
+                    let y = trellis_matmul_by(&x_array, &matrix.weights(), MatmulOptions::default(), &choice);
+                    values(&y.unwrap())
+                };
+                let y = run();
+                let product = matrix.product(&x, m, choice.contract, dtype);
+                let what = format!("{kernel} {problem:?}");
+                assert_within(&y, &product, dtype, kernel.takes_tf32_allowance(), &what);
+                assert_eq!(bits(&y), bits(&run()), "{what}: two runs");
+            }
+        }
+    });
 }
 
 /// The shape people use, every product path on it; outputs are checked on a slice of columns, so that the oracle ends.
@@ -115,20 +165,29 @@ fn full_size(#[values(2, 3, 4)] k: u32) {
         return;
     }
     let whole = Matrix::random(qwen(k), u64::from(k));
+    for backend in BACKENDS.into_iter().filter(|b| b.present()) {
+        backend.run(|| full_size_on(&whole));
+    }
+}
+
+fn full_size_on(whole: &Matrix) {
     let g = whole.geometry;
-    for m in [1, 4, 5, 8] {
+    for m in [1, 4, 5, 8, 64] {
         let x = activations(m * g.in_features(), Dtype::Bf16, 7);
         let y = values(
             &trellis_matmul(&array(&x, &[m as i32, g.in_features() as i32], Dtype::Bf16), &whole.weights())
                 .unwrap(),
         );
+        let choice = chosen(&g, m, Dtype::Bf16, MatmulOptions::default());
         for block in [0, g.blocks_per_row() / 2, g.blocks_per_row() - 1] {
-            let (part, columns) = column_block(&whole, block);
+            let (part, columns) = column_block(whole, block);
             let found: Vec<f32> =
                 (0..m).flat_map(|row| y[row * g.out_features()..][columns.clone()].to_vec()).collect();
-            let product = part.product(&x, m, contract(m), Dtype::Bf16);
-            let worst = assert_within(&found, &product, Dtype::Bf16, &format!("{g} m={m} block {block}"));
-            println!("{g} m={m} block {block}: worst {worst:.3} of the allowance");
+            let product = part.product(&x, m, choice.contract, Dtype::Bf16);
+            let what = format!("{} {g} m={m} block {block}", choice.kernel);
+            let worst =
+                assert_within(&found, &product, Dtype::Bf16, choice.kernel.takes_tf32_allowance(), &what);
+            println!("{what}: worst {worst:.3} of the allowance");
         }
     }
 }
@@ -145,6 +204,12 @@ fn column_block(whole: &Matrix, block: usize) -> (Matrix, std::ops::Range<usize>
 
 #[test]
 fn nan_infinity_and_zero_scales_propagate() {
+    for backend in BACKENDS.into_iter().filter(|b| b.present()) {
+        backend.run(special_values);
+    }
+}
+
+fn special_values() {
     let mut matrix = Matrix::random(Geometry::new(Axis::Output, 3, 12, 256, 4, 256).unwrap(), 1);
     matrix.scales =
         vec![mlx_trellis::f16::ZERO, mlx_trellis::f16::ONE, mlx_trellis::f16::ONE, mlx_trellis::f16::ONE];
@@ -153,7 +218,7 @@ fn nan_infinity_and_zero_scales_propagate() {
             let x: Vec<f32> = row.repeat(m);
             let x_array = array(&x, &[m as i32, 4], Dtype::F32);
             let y = values(&trellis_matmul(&x_array, &matrix.weights()).unwrap());
-            assert_within(&y, &matrix.product(&x, m, contract(m), Dtype::F32), Dtype::F32, "special values");
+            check_product(&y, &matrix, &x, m, Dtype::F32, MatmulOptions::default());
             y
         };
         assert!(run([1.0, 0.0, 0.0, 0.0]).iter().all(|&y| y == 0.0));

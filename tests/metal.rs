@@ -28,6 +28,7 @@ fn emulated(launch: &Launch) -> msl_emu::Kernel {
     }
     for (name, value) in &launch.template {
         kernel = match *value {
+            TemplateValue::Bool(v) => kernel.template(name, v),
             TemplateValue::Int(v) => kernel.template(name, v),
             TemplateValue::Type(t) => kernel.template(name, dtype(t)),
         };
@@ -143,9 +144,9 @@ fn a_path_that_cannot_be_written_is_an_error() {
 }
 
 #[test]
-fn without_metal_products_go_to_the_cpu() {
-    if mlx_trellis::metal_is_available() {
-        println!("skipped: this machine has Metal");
+fn without_a_gpu_products_go_to_the_cpu() {
+    if mlx_trellis::metal_is_available() || mlx_trellis::cuda_is_available() {
+        println!("skipped: this machine has a GPU");
         return;
     }
     assert_eq!(Device::current(), Device::cpu());

@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use mlx_rs::{Array, Dtype as MlxDtype};
-use mlx_trellis::{Axis, Geometry, Layout, TrellisWeights, bf16, f16};
+use mlx_trellis::dispatch::{Choice, Problem};
+use mlx_trellis::{Axis, Geometry, Layout, MatmulOptions, TrellisWeights, bf16, f16};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use trellis_codec::reference::{Contract, Dtype, Product};
@@ -14,16 +15,19 @@ use trellis_codec::{cases, pack, reference};
 pub enum Backend {
     /// The CPU, on any machine.
     Cpu,
+    /// A CUDA GPU that MLX was built for.
+    Cuda,
 }
 
 /// Every back end of the suite; a new one is one more name here.
-pub const BACKENDS: [Backend; 1] = [Backend::Cpu];
+pub const BACKENDS: [Backend; 2] = [Backend::Cpu, Backend::Cuda];
 
 impl Backend {
     /// The name used by `TRELLIS_REQUIRE`.
     pub fn name(self) -> &'static str {
         match self {
             Backend::Cpu => "cpu",
+            Backend::Cuda => "cuda",
         }
     }
 
@@ -32,6 +36,7 @@ impl Backend {
     pub fn present(self) -> bool {
         let present = match self {
             Backend::Cpu => true,
+            Backend::Cuda => mlx_trellis::cuda_is_available(),
         };
         if !present {
             let required = std::env::var("TRELLIS_REQUIRE").unwrap_or_default();
@@ -44,11 +49,20 @@ impl Backend {
         }
         present
     }
+
+    /// Runs `f` with what it builds going to this back end.
+    pub fn run<T>(self, f: impl FnOnce() -> T) -> T {
+        match self {
+            Backend::Cpu => mlx_rs::with_device(mlx_rs::Device::cpu(), f),
+            Backend::Cuda => mlx_rs::with_device(mlx_rs::Device::gpu(), f),
+        }
+    }
 }
 
-/// The folder of golden cases.
+/// The folder of golden cases; `TRELLIS_GOLDEN` says where it is on a machine that has no copy of the sources.
 pub fn golden_dir() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("golden")
+    let given = std::env::var_os("TRELLIS_GOLDEN").map(PathBuf::from);
+    given.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("golden"))
 }
 
 /// The golden cases.
@@ -162,9 +176,10 @@ pub fn mlx_dtype(dtype: Dtype) -> MlxDtype {
     }
 }
 
-/// Fails unless `found` is within the bound of `product`; returns the worst error as a share of its allowance.
-pub fn assert_within(found: &[f32], product: &Product, dtype: Dtype, what: &str) -> f64 {
-    let (worst, at) = product.worst(found, dtype, false);
+/// Fails unless `found` is within the bound of `product`, with tf32's allowance if it went that way; returns the worst
+/// error as a share of its allowance.
+pub fn assert_within(found: &[f32], product: &Product, dtype: Dtype, tf32: bool, what: &str) -> f64 {
+    let (worst, at) = product.worst(found, dtype, tf32);
     assert!(
         worst <= 1.0,
         "{what}: output {at} is {}, expected {}: {worst:.3} of the allowance",
@@ -174,9 +189,36 @@ pub fn assert_within(found: &[f32], product: &Product, dtype: Dtype, what: &str)
     worst
 }
 
-/// The contract kept for M rows when nothing else is asked for.
-pub fn contract(m: usize) -> Contract {
-    if m <= mlx_trellis::dispatch::MAX_PACKED_ROWS { Contract::Packed } else { Contract::Expanded }
+/// How a product is computed where operations built now on this thread run.
+pub fn chosen(geometry: &Geometry, m: usize, dtype: Dtype, options: MatmulOptions) -> Choice {
+    let problem = Problem {
+        factored: options.factored,
+        packed: options.packed,
+        variant: options.variant,
+        shared_codebook: options.shared_codebook,
+        ..Problem::new(*geometry, m, dtype)
+    };
+    options.choose(&problem)
+}
+
+/// Compares outputs with the oracle for the kernel that is chosen on this thread.
+pub fn check_product(
+    found: &[f32],
+    matrix: &Matrix,
+    x: &[f32],
+    m: usize,
+    dtype: Dtype,
+    options: MatmulOptions,
+) -> f64 {
+    let choice = chosen(&matrix.geometry, m, dtype, options);
+    let product = matrix.product(x, m, choice.contract, dtype);
+    let what = format!("{} {} m={m} {dtype:?}", choice.kernel, matrix.geometry);
+    assert_within(found, &product, dtype, choice.kernel.takes_tf32_allowance(), &what)
+}
+
+/// A matmul on the CPU: a GPU's may round float32 to tf32.
+pub fn exact_matmul(a: &Array, b: &Array) -> Array {
+    Backend::Cpu.run(|| mlx_rs::ops::matmul(a, b)).expect("a graph node")
 }
 
 /// The Qwen-shaped projection: 17408 inputs, 5120 outputs, coded along the outputs.

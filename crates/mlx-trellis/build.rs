@@ -1,13 +1,14 @@
-//! Compiles the C++ half of the lazy CPU primitive against the MLX that mlx-sys links.
+//! Compiles the C++ halves of `src/ffi` against the MLX that mlx-sys links.
 
 use std::path::PathBuf;
 
 fn main() {
-    let sources = ["src/ffi/cpu_primitive.cpp", "src/ffi/export.cpp"];
-    for source in sources {
-        println!("cargo::rerun-if-changed={source}");
+    let sources = ["cpu_primitive", "cuda_device", "cuda_kernel", "export", "gradient"]
+        .map(|name| format!("src/ffi/{name}.cpp"));
+    let headers = ["cpu_primitive", "guarded"].map(|name| format!("src/ffi/{name}.h"));
+    for file in sources.iter().chain(&headers) {
+        println!("cargo::rerun-if-changed={file}");
     }
-    println!("cargo::rerun-if-changed=src/ffi/cpu_primitive.h");
     // Set by mlx-sys on macOS, by `.cargo/mlx-linux.toml` on Linux.
     let Some(include) = std::env::var_os("DEP_MLX_INCLUDE") else {
         eprintln!("mlx-sys did not say where MLX's headers are; on Linux run `cargo xtask mlx` first");

@@ -18,6 +18,7 @@ use trellis_codec::reference::Dtype;
 
 use crate::{Kernel, Launch, Problem, Reason, Type, Unsupported, Variant};
 
+pub mod cuda;
 #[cfg(test)]
 mod tests;
 

@@ -26,6 +26,7 @@ use trellis_codec::{Axis, Layout};
 
 use crate::{Gpu, Kernel, Launch, Problem, Reason, SIMD_LANES, Type, Unsupported, Variant};
 
+pub mod cuda;
 #[cfg(test)]
 mod tests;
 
@@ -65,7 +66,7 @@ pub static BALANCED_SHARED: Kernel = Kernel {
 /// # Errors
 /// The rule that keeps all four from taking it: axis, M, block width, table or size.
 pub fn pick(problem: &Problem) -> Result<&'static Kernel, Unsupported> {
-    let refuse = |reason| Unsupported { kernel: "trellis_scatter", problem: *problem, reason };
+    let refuse = |reason| Unsupported { kernel: "trellis_scatter", problem: Box::new(*problem), reason };
     // The family's rules before those of the kernel that M leads to.
     problem.check_axis(Axis::Output).and_then(|()| problem.check_m(1, 4)).map_err(refuse)?;
     let kernel = match (is_balanced(problem), shares(problem)) {

@@ -1,4 +1,5 @@
-//! `trellis kernels`: what would be launched for a product on Metal, why, and at what cost. Needs no Metal.
+//! `trellis kernels`: what would be launched for a product on Metal, why, and at what cost; or on CUDA, and why. Needs
+//! neither.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -6,7 +7,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, ensure};
 use mlx_trellis::dispatch::{Choice, Device, Kernel, Problem, choose};
 use mlx_trellis::export::export_metal;
-use mlx_trellis::{Gpu, Variant, f16};
+use mlx_trellis::{Cuda, Gpu, Variant, f16};
 use msl_emu::{Emulator, Order, RunOptions};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -49,6 +50,12 @@ pub(crate) struct Args {
     /// Architecture string of the GPU, such as applegpu_g13s
     #[arg(long, default_value = "")]
     arch: String,
+    /// For a CUDA GPU with this many multiprocessors instead of Metal, to explain or dump
+    #[arg(long, value_name = "MULTIPROCESSORS", conflicts_with_all = ["export", "cost", "arch"])]
+    cuda: Option<u32>,
+    /// Compute capability of the CUDA GPU, such as 9.0
+    #[arg(long, value_name = "MAJOR.MINOR", value_parser = capability, default_value = "9.0", requires = "cuda")]
+    capability: (u32, u32),
     /// Decode arithmetic and set of kernels, 0 to 13
     #[arg(long, default_value_t = Variant::DEFAULT.number())]
     variant: u8,
@@ -74,9 +81,10 @@ pub(crate) struct Args {
 
 /// Runs the command.
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    // A group of clap's would hold every argument of the struct and be satisfied by --rows.
     ensure!(
         args.explain || args.cost || args.dump.is_some() || args.export.is_some(),
-        "found nothing to do, expected --explain, --dump, --export or --cost"
+        "nothing asked for, expected --explain, --dump DIR, --export FILE or --cost"
     );
     let layout = if args.interleave { Layout::Interleaved } else { Layout::RowMajor };
     let geometry = Geometry::new(args.axis.0, args.bits, args.state, args.block, args.rows, args.cols)?
@@ -87,7 +95,13 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         ..Problem::new(geometry, args.m, args.dtype.codec())
     };
     let gpu = Gpu::from_architecture(&args.arch);
-    let choice = choose(&problem, &Device { metal: Some(gpu), ..Device::cpu() });
+    let device = match args.cuda {
+        Some(multiprocessors) => {
+            Device { cuda: Some(Cuda { multiprocessors, capability: args.capability }), ..Device::cpu() }
+        }
+        None => Device { metal: Some(gpu), ..Device::cpu() },
+    };
+    let choice = choose(&problem, &device);
     let launches = choice.launches(&problem)?;
     let mut report = json!({});
     if args.explain {
@@ -115,6 +129,12 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         println!("{}", serde_json::to_string(&report)?);
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn capability(text: &str) -> Result<(u32, u32), String> {
+    let parts =
+        text.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
+    parts.ok_or_else(|| format!("found {text:?}, expected two numbers such as 9.0"))
 }
 
 fn explanation(problem: &Problem, choice: &Choice, launches: &[Launch]) -> Value {
@@ -154,7 +174,9 @@ fn print_explanation(problem: &Problem, choice: &Choice, launches: &[Launch]) {
 fn after(kernel: Kernel) -> &'static [&'static str] {
     match kernel {
         Kernel::MetalScatter => &["sum over axis 1", "cast to x's dtype"],
-        Kernel::MetalExpand => &["matmul of x with the stored matrix (transposed for axis 1)"],
+        Kernel::MetalExpand | Kernel::CudaExpand => {
+            &["matmul of x with the stored matrix (transposed for axis 1)"]
+        }
         _ => &[],
     }
 }
@@ -271,6 +293,7 @@ fn emulated(launch: &Launch) -> msl_emu::Kernel {
     kernel.outputs = launch.outputs.iter().map(array).collect();
     for (name, value) in &launch.template {
         kernel = match *value {
+            TemplateValue::Bool(v) => kernel.template(name, v),
             TemplateValue::Int(v) => kernel.template(name, v),
             TemplateValue::Type(t) => kernel.template(name, dtype(t)),
         };

@@ -6,10 +6,13 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::ValueEnum;
 use mlx_rs::{Array, Dtype as MlxDtype};
-use mlx_trellis::dispatch::{Device, Kernel};
+use mlx_trellis::dispatch::{Device, Kernel, choose_cuda};
 use mlx_trellis::{
-    Axis, Layout, MatmulOptions, TrellisWeights, Variant, bf16, dequantize, problem, trellis_matmul_with,
+    Axis, Geometry, Layout, MatmulOptions, TrellisWeights, Variant, bf16, cuda_preflight, dequantize, f16,
+    problem, trellis_matmul_by, trellis_matmul_with,
 };
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
 use serde::Serialize;
 use trellis_codec::cases::{Case, read_cases};
 use trellis_codec::pack;
@@ -24,6 +27,12 @@ pub(crate) struct Args {
     /// Where to compute
     #[arg(long, value_enum, default_value_t = Backend::Cpu)]
     backend: Backend,
+    /// On CUDA, check this many random matrices besides the cases
+    #[arg(long, default_value_t = 10)]
+    random: usize,
+    /// Check only cases whose name holds this text
+    #[arg(long, default_value = "")]
+    only: String,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -36,6 +45,8 @@ enum Backend {
     Cpu,
     /// The Metal GPU: every kernel, variant and layout; exits 3 where there is none
     Metal,
+    /// The CUDA GPU: every kernel, axis and layout; exits 3 where there is none
+    Cuda,
 }
 
 /// Exit code for a back end that this machine does not have.
@@ -43,6 +54,15 @@ const NO_DEVICE: u8 = 3;
 
 /// Rows of activations that a Metal kernel is tried with: each side of every border of the dispatch rule.
 const METAL_M: [usize; 6] = [1, 2, 4, 5, 8, 9];
+
+/// The CUDA kernels with the rows of activations that each is tried with: one row, each side of every border. Each is a
+/// compilation of a second or more, so none is tried twice over.
+const CUDA_M: [(Kernel, &[usize]); 4] = [
+    (Kernel::CudaExact, &[1, 2, 3, 4]),
+    (Kernel::CudaFloat, &[5, 8, 9]),
+    (Kernel::CudaPacked, &[1, 9]),
+    (Kernel::CudaExpand, &[17]),
+];
 
 #[derive(Serialize)]
 struct Report {
@@ -66,21 +86,42 @@ struct Outcome {
     worst_ratio: Option<f64>,
 }
 
+/// What is looked at in one case.
+type Check = Box<dyn Fn(&Case) -> Result<Vec<Outcome>>>;
+
 /// Runs the command; exits 1 if a case failed, 3 if there is no such device.
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let device = Device::current();
-    if args.backend == Backend::Metal && device.metal.is_none() {
-        eprintln!("no Metal device: MLX {} has none on this machine", mlx_trellis::mlx_version());
-        return Ok(ExitCode::from(NO_DEVICE));
+    let check: Check = match args.backend {
+        Backend::Cpu => Box::new(|case| mlx_rs::with_device(mlx_rs::Device::cpu(), || check_cpu(case))),
+        Backend::Metal if device.metal.is_some() => Box::new(move |case| check_metal(case, device)),
+        Backend::Metal => {
+            eprintln!("no Metal device: MLX {} has none on this machine", mlx_trellis::mlx_version());
+            return Ok(ExitCode::from(NO_DEVICE));
+        }
+        Backend::Cuda => {
+            if let Err(missing) = cuda_preflight() {
+                eprintln!("no CUDA: {missing}");
+                return Ok(ExitCode::from(NO_DEVICE));
+            }
+            if !args.json {
+                println!(
+                    "{}, MLX {}",
+                    device.cuda.context("MLX's device is not the GPU")?,
+                    mlx_trellis::mlx_version()
+                );
+            }
+            Box::new(move |case| check_cuda(case, device))
+        }
+    };
+    let mut cases = read_cases(&args.cases)?;
+    if matches!(args.backend, Backend::Cuda) {
+        cases.extend((0..args.random).map(random_case).collect::<Result<Vec<_>>>()?);
     }
-    let cases = read_cases(&args.cases)?;
+    cases.retain(|case| case.name.contains(&args.only));
     let mut results = Vec::new();
     for case in &cases {
-        let outcomes = match args.backend {
-            Backend::Cpu => mlx_rs::with_device(mlx_rs::Device::cpu(), || check_cpu(case)),
-            Backend::Metal => check_metal(case, device),
-        };
-        results.extend(outcomes.with_context(|| format!("case {}", case.name))?);
+        results.extend(check(case).with_context(|| format!("case {}", case.name))?);
     }
     let mut failed: Vec<&str> = results.iter().filter(|r| !r.passed).map(|r| r.case.as_str()).collect();
     failed.dedup();
@@ -151,14 +192,7 @@ fn check_cpu(case: &Case) -> Result<Vec<Outcome>> {
 
 /// Every variant at every M, in the case's layout and, where it has another, in that one too.
 fn check_metal(case: &Case, device: Device) -> Result<Vec<Outcome>> {
-    let mut layouts = vec![case.clone()];
-    let other = match case.geometry.layout() {
-        Layout::RowMajor => Layout::Interleaved,
-        Layout::Interleaved => Layout::RowMajor,
-    };
-    if let Ok((codes, geometry)) = pack::relayout(&case.geometry, &case.codes, other) {
-        layouts.push(Case { geometry, codes, ..case.clone() });
-    }
+    let layouts = layouts(case);
     let mut outcomes = Vec::new();
     for case in &layouts {
         let g = &case.geometry;
@@ -169,10 +203,7 @@ fn check_metal(case: &Case, device: Device) -> Result<Vec<Outcome>> {
         let bfloat16 = expanded(&weights, MlxDtype::Bfloat16)?;
         outcomes.push(decode(case, format!("expand bfloat16 {layout}"), &bfloat16, &case.expanded_bf16));
         for m in METAL_M {
-            let n = g.in_features();
-            let x: Vec<f32> = (0..m * n).map(|i| case.x[i % case.x.len()]).collect();
-            let halves: Vec<bf16> = x.iter().map(|&v| bf16::from_f32(v)).collect();
-            let x_array = Array::from_slice(&halves, &[i32::try_from(m)?, i32::try_from(n)?]);
+            let (x, x_array) = activations(case, m)?;
             // Variant 4 computes something else on purpose: it is for timing.
             for number in (0..=Variant::DEFAULT.number()).filter(|&v| v != Variant::STATE.number()) {
                 let variant = Variant::new(number)?;
@@ -188,6 +219,113 @@ fn check_metal(case: &Case, device: Device) -> Result<Vec<Outcome>> {
         }
     }
     Ok(outcomes)
+}
+
+/// The case, and the case in its other layout if it has one.
+fn layouts(case: &Case) -> Vec<Case> {
+    let mut layouts = vec![case.clone()];
+    let other = match case.geometry.layout() {
+        Layout::RowMajor => Layout::Interleaved,
+        Layout::Interleaved => Layout::RowMajor,
+    };
+    if let Ok((codes, geometry)) = pack::relayout(&case.geometry, &case.codes, other) {
+        layouts.push(Case { geometry, codes, ..case.clone() });
+    }
+    layouts
+}
+
+/// The case's own activations, repeated to fill m rows, as numbers and as a bfloat16 array.
+fn activations(case: &Case, m: usize) -> Result<(Vec<f32>, Array)> {
+    let n = case.geometry.in_features();
+    let x: Vec<f32> = (0..m * n).map(|i| case.x[i % case.x.len()]).collect();
+    let halves: Vec<bf16> = x.iter().map(|&v| bf16::from_f32(v)).collect();
+    let array = Array::from_slice(&halves, &[i32::try_from(m)?, i32::try_from(n)?]);
+    Ok((x, array))
+}
+
+/// Every kernel, in the case's layout and its other one. Twice: the second run must have the bits of the first.
+fn check_cuda(case: &Case, device: Device) -> Result<Vec<Outcome>> {
+    let mut outcomes = Vec::new();
+    for case in layouts(case) {
+        let layout = format!("{:?}", case.geometry.layout()).to_lowercase();
+        let weights = TrellisWeights::from_slices(&case.codes, &case.scales, case.geometry)?;
+        for (dtype, expected) in
+            [(MlxDtype::Float32, &case.expanded), (MlxDtype::Bfloat16, &case.expanded_bf16)]
+        {
+            outcomes.push(decode(
+                &case,
+                format!("expand {dtype:?} {layout}"),
+                &expanded(&weights, dtype)?,
+                expected,
+            ));
+        }
+        for geometry in [case.geometry, case.geometry.transposed()] {
+            // Golden cases come along both axes; a random one is taken along both.
+            if geometry != case.geometry && !case.packed.is_empty() {
+                continue;
+            }
+            let case = Case { geometry, ..case.clone() };
+            let weights = TrellisWeights::new(weights.codes().clone(), weights.scales().clone(), geometry)?;
+            for (kernel, m) in CUDA_M.iter().flat_map(|&(kernel, all)| all.iter().map(move |&m| (kernel, m)))
+            {
+                let (x, x_array) = activations(&case, m)?;
+                let options = MatmulOptions::default();
+                let problem = problem(&x_array, &geometry, options)?;
+                // Not every kernel takes every geometry; those that do not are other kernels' work.
+                let Some(Ok(choice)) = choose_cuda(kernel, &problem, &device) else { continue };
+                let run = || -> Result<Vec<f32>> {
+                    let y = trellis_matmul_by(&x_array, &weights, options, &choice)?;
+                    Ok(y.as_dtype(MlxDtype::Float32)?.to_vec_exact::<f32>()?)
+                };
+                let y = run()?;
+                let what = format!("{kernel} axis {} M={m} {layout}", geometry.axis().index());
+                let contract = choice.contract;
+                let expected =
+                    reference::matmul(&geometry, &case.codes, &case.scales, &x, m, contract, Dtype::Bf16)?;
+                outcomes.push(product_within(
+                    &case,
+                    what.clone(),
+                    &y,
+                    &expected,
+                    kernel.takes_tf32_allowance(),
+                ));
+                outcomes.push(decode(&case, format!("{what}, again"), &run()?, &y));
+            }
+        }
+    }
+    Ok(outcomes)
+}
+
+/// A random matrix: all k, states and blocks in turn, shapes that tiles divide and shapes that they do not.
+fn random_case(i: usize) -> Result<Case> {
+    const SHAPES: [(u32, usize, usize, usize); 5] =
+        [(12, 256, 129, 768), (16, 64, 37, 256), (10, 128, 1, 512), (9, 32, 70, 1024), (12, 96, 33, 192)];
+    let (state_bits, block, rows, cols) = SHAPES[i % SHAPES.len()];
+    let geometry = Geometry::new(Axis::Output, 1 + (i % 4) as u32, state_bits, block, rows, cols)?;
+    let mut rng = SmallRng::seed_from_u64(i as u64);
+    let codes: Vec<u32> = (0..geometry.words()).map(|_| rng.random()).collect();
+    let scales: Vec<f16> = (0..rows)
+        .map(|row| if row % 13 == 5 { f16::ZERO } else { f16::from_f32(rng.random_range(0.004..0.08)) })
+        .collect();
+    let x = (0..rows.max(cols)).map(|_| bf16::from_f32(rng.random_range(-1.0..1.0)).to_f32()).collect();
+    let weights = |dtype| -> Result<Vec<f32>> {
+        let weights = reference::decode(&geometry, &codes, &scales, Contract::Expanded, dtype)?;
+        Ok(weights.iter().map(|&w| w as f32).collect())
+    };
+    Ok(Case {
+        name: format!("random {i} ({geometry})"),
+        geometry,
+        m: 1,
+        expanded: weights(Dtype::F32)?,
+        expanded_bf16: weights(Dtype::Bf16)?,
+        states: Vec::new(),
+        packed: Vec::new(),
+        y_packed: Vec::new(),
+        y_expanded_bf16: Vec::new(),
+        codes,
+        scales,
+        x,
+    })
 }
 
 /// The contract, with the type it rounds weights to, that a variant's weights are those of.
@@ -226,12 +364,28 @@ fn given_product(case: &Case, check: String, found: &[f32], contract: Contract) 
 }
 
 fn product(case: &Case, check: String, found: &[f32], expected: &Product) -> Outcome {
-    let (worst, _) = expected.worst(found, Dtype::Bf16, false);
+    product_within(case, check, found, expected, false)
+}
+
+fn product_within(case: &Case, check: String, found: &[f32], expected: &Product, tf32: bool) -> Outcome {
+    let (worst, _) = expected.worst(found, Dtype::Bf16, tf32);
     let wrong = (0..found.len())
         .filter(|&i| {
             let error = (f64::from(found[i]) - expected.y[i]).abs();
-            error.is_nan() || error > expected.allowance(i, Dtype::Bf16, false)
+            error.is_nan() || error > expected.allowance(i, Dtype::Bf16, tf32)
         })
         .count();
     Outcome { case: case.name.clone(), check, passed: worst <= 1.0, wrong, worst_ratio: Some(worst) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn random_cases_are_legal_and_differ() {
+        let cases: Vec<Case> = (0..20).map(|i| random_case(i).expect("a legal case")).collect();
+        assert!(cases.iter().zip(&cases[1..]).all(|(a, b)| a.geometry != b.geometry));
+        assert!(cases.iter().all(|c| c.expanded.len() == c.geometry.rows() * c.geometry.cols()));
+    }
 }

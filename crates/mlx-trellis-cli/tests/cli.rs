@@ -245,6 +245,33 @@ fn verify_without_metal_exits_3() {
 }
 
 #[test]
+fn without_cuda_verify_and_bench_exit_3() {
+    if mlx_trellis::cuda_is_available() {
+        println!("skipped: this machine has CUDA");
+        return;
+    }
+    let golden = golden();
+    let verify = ["verify", "--cases", golden.to_str().unwrap(), "--backend", "cuda"];
+    for args in [&verify[..], &["bench", "matmul", "--backend", "cuda"]] {
+        let output = trellis(args);
+        assert_eq!(output.status.code(), Some(3));
+        assert!(text(&output.stderr).contains("no CUDA"), "{}", text(&output.stderr));
+    }
+}
+
+#[test]
+fn kernels_explains_the_choice_on_cuda() {
+    let report = json(&kernels(&["--m", "5", "--cuda", "132", "--explain", "--json"]));
+    let explain = &report["explain"];
+    assert_eq!(explain["kernel"], "cuda float");
+    assert_eq!(explain["launches"][1], "trellis_cuda_sum");
+    assert_eq!(explain["refused"][0]["reason"], "M is 5, expected 1 to 2");
+    let old = json(&kernels(&["--m", "1", "--cuda", "40", "--capability", "7.5", "--explain", "--json"]));
+    assert_eq!(old["explain"]["kernel"], "cuda packed");
+    fails(&kernels(&["--m", "1", "--cuda", "132", "--cost"]));
+}
+
+#[test]
 fn kernels_explains_the_choice() {
     let report = json(&kernels(&["--m", "9", "--explain", "--json"]));
     let explain = &report["explain"];

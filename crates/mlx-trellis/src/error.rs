@@ -95,6 +95,9 @@ pub enum Error {
     /// A product that the chosen GPU kernel does not take.
     #[error(transparent)]
     Unsupported(#[from] Unsupported),
+    /// CUDA kernels that cannot run here.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     /// A path that MLX cannot open.
     #[error("{}: found a path with a NUL byte or invalid UTF-8, expected one that MLX can open", path.display())]
     Path {
@@ -104,6 +107,35 @@ pub enum Error {
     /// An error of MLX's own.
     #[error(transparent)]
     Mlx(#[from] Exception),
+}
+
+/// What CUDA kernels lack on this machine.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// MLX without a CUDA back end.
+    #[error("MLX {mlx} was built without CUDA; `cargo xtask mlx --backend cuda13` sets up one that was")]
+    NotBuilt {
+        /// MLX's version.
+        mlx: String,
+    },
+    /// No driver, no GPU, or a driver that does not answer.
+    #[error("no CUDA device: {reason}")]
+    Driver {
+        /// What the driver or the loader said.
+        reason: String,
+    },
+    /// No headers for the compilation of kernels at run time.
+    #[error(
+        "CUDA's headers are missing: no {header} in {}; set CUDA_HOME to a CUDA toolkit",
+        looked.iter().map(|p| p.display().to_string()).collect::<Vec<_>>().join(", ")
+    )]
+    Headers {
+        /// The header looked for.
+        header: &'static str,
+        /// The folders looked in.
+        looked: Vec<std::path::PathBuf>,
+    },
 }
 
 impl From<Error> for Exception {

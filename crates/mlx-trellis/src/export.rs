@@ -29,6 +29,7 @@ pub fn export_metal(problem: &Problem, gpu: Gpu, path: &Path) -> Result<(), Erro
         factored: problem.factored,
         variant: problem.variant,
         shared_codebook: problem.shared_codebook,
+        packed: problem.packed,
         device: Some(Device { metal: Some(gpu), ..Device::cpu() }),
     };
     let dim = |d: usize| i32::try_from(d).map_err(|_| Error::TooLarge { what: "weight", found: d });

@@ -16,13 +16,16 @@ mod maybe;
 mod quantize;
 mod weights;
 
-pub use error::Error;
+pub use error::{CudaError, Error};
 pub use linear::TrellisLinear;
 pub use maybe::{MaybeTrellis, TrellisQuantizable};
 pub use quantize::{AUTO_SAMPLE_ROWS, AxisChoice, QuantizeOptions, choose_axis, quantize_weight};
 pub use trellis_codec::{Axis, EncodeReport, Encoded, Geometry, Layout, bf16, f16};
-pub use trellis_kernels::{Gpu, Variant};
-pub use weights::{MatmulOptions, TrellisWeights, dequantize, problem, trellis_matmul, trellis_matmul_with};
+pub use trellis_kernels::{Cuda, Gpu, Variant};
+pub use weights::{
+    MatmulOptions, TrellisWeights, dequantize, problem, trellis_matmul, trellis_matmul_by,
+    trellis_matmul_with,
+};
 
 /// The version of the MLX library that is linked, such as `0.32.2`.
 pub fn mlx_version() -> String {
@@ -31,7 +34,35 @@ pub fn mlx_version() -> String {
 
 /// Whether MLX has a Metal device here.
 pub fn metal_is_available() -> bool {
-    ffi::metal_kernel::is_available()
+    ffi::device::metal_is_available()
+}
+
+/// Whether MLX has a CUDA device here.
+pub fn cuda_is_available() -> bool {
+    ffi::device::cuda_is_available()
+}
+
+/// Whether CUDA kernels can be compiled and run here. Products on CUDA look by themselves; this is for whoever wants to
+/// know before.
+///
+/// # Errors
+/// What is missing: MLX's CUDA back end, the driver or a GPU, or CUDA's headers.
+pub fn cuda_preflight() -> Result<(), CudaError> {
+    backend::cuda::preflight()
+}
+
+/// A lazy float32 `[1]` that occupies the CUDA GPU for a time: what is launched behind it then runs without waiting for
+/// the host, which is how kernels are timed.
+///
+/// # Errors
+/// As [`cuda_preflight`].
+pub fn cuda_hold(microseconds: u16) -> Result<mlx_rs::Array, Error> {
+    backend::cuda::hold(microseconds)
+}
+
+/// What MLX calls the GPU, such as `NVIDIA H200`, if it has one.
+pub fn gpu_name() -> Option<String> {
+    ffi::device::info(c"device_name")
 }
 
 /// The README's example, compiled and run with the documentation's own.

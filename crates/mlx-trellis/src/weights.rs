@@ -4,7 +4,7 @@ use mlx_rs::{Array, Dtype as MlxDtype};
 use trellis_codec::artifact::TrellisModule;
 use trellis_codec::reference::Dtype;
 use trellis_codec::{Axis, Geometry};
-use trellis_kernels::Variant;
+use trellis_kernels::{Gpu, Variant};
 
 use crate::backend;
 use crate::dispatch::{self, Choice, Device, Kernel, Problem};
@@ -102,6 +102,8 @@ pub struct MatmulOptions {
     /// Accept contract F: scale and divisor applied outside the sum, fewer operations a weight, the same error bound
     /// but not the same bits as the format's packed kernels.
     pub factored: bool,
+    /// Insist on contract P, the format's own for few rows, where another is faster (on CUDA). Wins over `factored`.
+    pub packed: bool,
     /// Decode arithmetic and set of Metal kernels; for experiments.
     pub variant: Variant,
     /// Ask for the `CODEBOOK` representation of Metal's scatter at M = 3 and 4.
@@ -157,6 +159,19 @@ pub fn trellis_matmul_with(
     run(x, weights, &problem, &options.choose(&problem))
 }
 
+/// [`trellis_matmul_with`] by a given kernel: a choice made by [`dispatch::choose`] or [`dispatch::choose_cuda`].
+///
+/// # Errors
+/// As [`trellis_matmul`], and [`Error::Unsupported`] for a kernel that does not take the problem.
+pub fn trellis_matmul_by(
+    x: &Array,
+    weights: &TrellisWeights,
+    options: MatmulOptions,
+    choice: &Choice,
+) -> Result<Array, Error> {
+    run(x, weights, &problem(x, &weights.geometry, options)?, choice)
+}
+
 /// The lazy product by a kernel that was chosen for the problem.
 pub(crate) fn run(
     x: &Array,
@@ -174,6 +189,9 @@ pub(crate) fn run(
         }
         kernel @ (Kernel::MetalScatter | Kernel::MetalSplitK | Kernel::MetalExpand) => {
             backend::metal::matmul(x, weights, problem, kernel, choice.gpu.unwrap_or_default())
+        }
+        kernel @ (Kernel::CudaExact | Kernel::CudaFloat | Kernel::CudaPacked | Kernel::CudaExpand) => {
+            backend::cuda::matmul(x, weights, problem, kernel, choice.gpu.unwrap_or_default())
         }
         Kernel::CpuFactored | Kernel::CpuPacked | Kernel::CpuTiled => {
             backend::cpu::matmul(x, weights, choice.contract)
@@ -198,6 +216,7 @@ pub fn problem(x: &Array, geometry: &Geometry, options: MatmulOptions) -> Result
         m,
         dtype: dtype("x", x.dtype())?,
         factored: options.factored,
+        packed: options.packed,
         variant: options.variant,
         shared_codebook: options.shared_codebook,
     })
@@ -210,9 +229,11 @@ pub fn problem(x: &Array, geometry: &Geometry, options: MatmulOptions) -> Result
 /// [`Error::Dtype`] for another dtype.
 pub fn dequantize(weights: &TrellisWeights, dtype: MlxDtype) -> Result<Array, Error> {
     let dtype = self::dtype("dtype", dtype)?;
-    let stored = match Device::current().metal {
-        Some(gpu) => backend::metal::stored(weights, &Problem::new(weights.geometry, 0, dtype), gpu)?,
-        None => backend::cpu::expand(weights, dtype)?,
+    let problem = Problem::new(weights.geometry, 0, dtype);
+    let stored = match Device::current() {
+        Device { metal: Some(gpu), .. } => backend::metal::stored(weights, &problem, gpu)?,
+        Device { cuda: Some(cuda), .. } => backend::cuda::stored(weights, &problem, Gpu::Cuda(cuda))?,
+        _ => backend::cpu::expand(weights, dtype)?,
     };
     match weights.geometry.axis() {
         Axis::Output => Ok(stored.transpose()?),

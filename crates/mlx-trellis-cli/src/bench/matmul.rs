@@ -12,7 +12,7 @@ use rand::{Rng, SeedableRng};
 use serde::Serialize;
 use trellis_codec::reference;
 
-use super::{Machine, Times};
+use super::{Machine, Times, cuda};
 use crate::report::{self, AxisArg, DtypeArg};
 
 /// Group size of MLX's affine weights in the comparison: mlx-lm's default.
@@ -24,8 +24,26 @@ const TURN: Duration = Duration::from_millis(50);
 /// Outputs compared with the float64 oracle before timing.
 const CHECKED_OUTPUTS: usize = 256;
 
+/// Where products run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Backend {
+    /// The CPU; one product at a time, by the clock
+    Cpu,
+    /// The CUDA GPU; chains of products, which the GPU runs without the host; exits 3 where there is none
+    Cuda,
+}
+
+/// Exit code for a back end that this machine does not have.
+const NO_DEVICE: u8 = 3;
+
 #[derive(clap::Args)]
 pub(crate) struct Args {
+    /// Where to run
+    #[arg(long, value_enum, default_value_t = Backend::Cpu)]
+    backend: Backend,
+    /// Products in a chain, on CUDA
+    #[arg(long, default_value_t = 48)]
+    chain: usize,
     /// Rows of the stored matrix (input features for --axis out, output features for --axis in)
     #[arg(long, default_value_t = 17408)]
     rows: usize,
@@ -41,9 +59,10 @@ pub(crate) struct Args {
     /// Rows of activations, one or several
     #[arg(long, value_delimiter = ',', default_values_t = [1, 4, 8])]
     m: Vec<usize>,
-    /// Type of activations; MLX's affine and dense products use float32, their fastest type on a CPU
-    #[arg(long, value_enum, default_value_t = DtypeArg::Float32)]
-    dtype: DtypeArg,
+    /// Type of activations, float32 on the CPU and bfloat16 on CUDA if left out; on the CPU MLX's affine and dense
+    /// products use float32 whatever this says, their fastest type there
+    #[arg(long, value_enum)]
+    dtype: Option<DtypeArg>,
     /// Weights in a block
     #[arg(long, default_value_t = trellis_codec::format::DEFAULT_BLOCK)]
     block: usize,
@@ -74,6 +93,9 @@ struct Row {
     min_us: f64,
     max_us: f64,
     weights_per_s: f64,
+    /// Bytes of weights read, over the median.
+    bytes_per_s: f64,
+    floor_us: f64,
     /// The time to read the weights' bytes once, as a share of the median.
     share_of_floor: f64,
 }
@@ -109,10 +131,71 @@ impl Weights {
     }
 }
 
+impl Args {
+    fn dtype(&self) -> DtypeArg {
+        self.dtype.unwrap_or(match self.backend {
+            Backend::Cpu => DtypeArg::Float32,
+            Backend::Cuda => DtypeArg::Bfloat16,
+        })
+    }
+
+    /// The type of MLX's own products.
+    fn rival(&self) -> DtypeArg {
+        match self.backend {
+            Backend::Cpu => DtypeArg::Float32,
+            Backend::Cuda => self.dtype(),
+        }
+    }
+}
+
+/// What a figure is measured on.
+enum On {
+    Cpu(Machine),
+    Cuda(cuda::Machine),
+}
+
+impl On {
+    fn floor(&self, bytes: usize) -> f64 {
+        match self {
+            On::Cpu(machine) => machine.floor(bytes),
+            On::Cuda(machine) => machine.floor(bytes),
+        }
+    }
+
+    fn print(&self) {
+        match self {
+            On::Cpu(machine) => machine.print(),
+            On::Cuda(machine) => machine.print(),
+        }
+    }
+
+    fn json(&self) -> serde_json::Result<serde_json::Value> {
+        match self {
+            On::Cpu(machine) => serde_json::to_value(machine),
+            On::Cuda(machine) => serde_json::to_value(machine),
+        }
+    }
+}
+
 /// Runs the command.
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     ensure!(args.rounds > 0, "--rounds is 0, expected at least 1");
-    let machine = Machine::current();
+    ensure!(args.chain > 0, "--chain is 0, expected at least 1");
+    match args.backend {
+        Backend::Cpu => {
+            mlx_rs::with_device(mlx_rs::Device::cpu(), || bench(args, On::Cpu(Machine::current())))
+        }
+        Backend::Cuda => {
+            if let Err(missing) = mlx_trellis::cuda_preflight() {
+                eprintln!("no CUDA: {missing}");
+                return Ok(ExitCode::from(NO_DEVICE));
+            }
+            mlx_rs::with_device(mlx_rs::Device::gpu(), || bench(args, On::Cuda(cuda::Machine::current()?)))
+        }
+    }
+}
+
+fn bench(args: &Args, mut machine: On) -> Result<ExitCode> {
     let mut rows = Vec::new();
     if !args.json {
         machine.print();
@@ -123,24 +206,32 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         let mut contenders = vec![trellis(args, geometry)?];
         if !args.only_trellis {
             contenders.extend(affine(args, &geometry)?);
-            contenders.push(dense(&geometry)?);
+            contenders.push(dense(args, &geometry)?);
         }
         for &m in &args.m {
-            let x = activations(m, geometry.in_features(), args.dtype)?;
+            let x = activations(m, geometry.in_features(), args.dtype())?;
             validate(&contenders[0], &geometry, &x, m, args)?;
-            let x32 = x.as_dtype(MlxDtype::Float32)?;
-            x32.eval()?;
-            for (contender, times) in contenders.iter().zip(time(&contenders, &x, &x32, args)?) {
+            let theirs = x.as_dtype(args.rival().mlx())?;
+            theirs.eval()?;
+            for (contender, times) in
+                contenders.iter().zip(time(&contenders, &x, &theirs, args, &mut machine)?)
+            {
                 let (median, min, max) = times.summary();
                 let row = Row {
                     name: contender.name,
                     axis: geometry.axis().index(),
-                    bits: if contender.name == "dense" { 32 } else { bits },
+                    bits: match (contender.name, args.rival()) {
+                        ("dense", DtypeArg::Float32) => 32,
+                        ("dense", _) => 16,
+                        _ => bits,
+                    },
                     m,
                     median_us: median * 1e6,
                     min_us: min * 1e6,
                     max_us: max * 1e6,
                     weights_per_s: (geometry.rows() * geometry.cols()) as f64 / median,
+                    bytes_per_s: contender.bytes as f64 / median,
+                    floor_us: machine.floor(contender.bytes) * 1e6,
                     share_of_floor: machine.floor(contender.bytes) / median,
                 };
                 if !args.json {
@@ -154,14 +245,18 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         }
     }
     if args.json {
-        println!("{}", serde_json::to_string(&serde_json::json!({ "machine": machine, "rows": rows }))?);
+        println!(
+            "{}",
+            serde_json::to_string(&serde_json::json!({ "machine": machine.json()?, "rows": rows }))?
+        );
     }
     Ok(ExitCode::SUCCESS)
 }
 
 fn print(row: &Row) {
     println!(
-        "{:<11} axis {} {:>2} bits M={:<3} {:>10.0} us (min {:.0}, max {:.0})  {:>6.2} G weights/s  {:>3.0}% of floor",
+        "{:<11} axis {} {:>2} bits M={:<3} {:>10.1} us (min {:.1}, max {:.1})  {:>6.2} G weights/s  {:>6.1} GB/s  floor \
+         {:.1} us, {:.0}%",
         row.name,
         row.axis,
         row.bits,
@@ -170,6 +265,8 @@ fn print(row: &Row) {
         row.min_us,
         row.max_us,
         row.weights_per_s / 1e9,
+        row.bytes_per_s / 1e9,
+        row.floor_us,
         row.share_of_floor * 100.0
     );
 }
@@ -181,23 +278,39 @@ fn print_ratios(rows: &[Row]) {
     }
 }
 
-/// Contenders take turns, so that whatever else the machine does falls on all of them alike. A turn is as many products as
-/// fit in [`TURN`], at least one, since a processor that idled through the others' turns needs a moment to wake.
-fn time(contenders: &[Contender], x: &Array, x32: &Array, args: &Args) -> Result<Vec<Times>> {
+/// Contenders take turns, so that whatever else the machine does falls on all of them alike. On a CPU a turn is as many
+/// products as fit in [`TURN`], at least one, since a processor that idled through the others' turns needs a moment to wake.
+fn time(
+    contenders: &[Contender],
+    x: &Array,
+    theirs: &Array,
+    args: &Args,
+    machine: &mut On,
+) -> Result<Vec<Times>> {
     let mut times: Vec<Times> = contenders.iter().map(|_| Times::default()).collect();
     let mut products = 0;
     for round in 0..=args.rounds {
         for (contender, times) in contenders.iter().zip(&mut times) {
-            let turn = Instant::now();
-            while turn.elapsed() < TURN {
-                let weights = &contender.weights[products % contender.weights.len()];
-                products += 1;
-                let x = if matches!(weights, Weights::Trellis(_)) { x } else { x32 };
-                let run = || -> Result<()> { Ok(weights.product(x)?.eval()?) };
-                if round == 0 {
-                    run()?; // warm-up
-                } else {
-                    times.time(run)?;
+            let x = if matches!(contender.weights[0], Weights::Trellis(_)) { x } else { theirs };
+            let weights = |i: usize| &contender.weights[i % contender.weights.len()];
+            match machine {
+                On::Cuda(machine) => {
+                    let seconds = machine.chain(args.chain, x, |i, x| weights(i).product(x))?;
+                    if round > 0 {
+                        times.push(seconds);
+                    }
+                }
+                On::Cpu(_) => {
+                    let turn = Instant::now();
+                    while turn.elapsed() < TURN {
+                        products += 1;
+                        let run = || -> Result<()> { Ok(weights(products).product(x)?.eval()?) };
+                        if round == 0 {
+                            run()?; // warm-up
+                        } else {
+                            times.time(run)?;
+                        }
+                    }
                 }
             }
         }
@@ -235,13 +348,17 @@ fn affine(args: &Args, geometry: &Geometry) -> Result<Option<Contender>> {
         return Ok(None);
     }
     let (words, groups) = (n * bits / 32, n / AFFINE_GROUP as usize);
-    let bytes = out * words * 4 + 2 * out * groups * 4;
+    let dtype = args.rival().mlx();
+    let width = if dtype == MlxDtype::Float32 { 4 } else { 2 };
+    let bytes = out * words * 4 + 2 * out * groups * width;
     let weights = (0..copies(bytes, args))
         .map(|i| {
             let w =
                 Array::from_slice(&random_words(out * words, 1000 + i as u64), &[out as i32, words as i32]);
-            let scales = ops::full::<f32>(&[out as i32, groups as i32], Array::from_f32(0.01))?;
-            let biases = ops::full::<f32>(&[out as i32, groups as i32], Array::from_f32(-0.03))?;
+            let scales =
+                ops::full::<f32>(&[out as i32, groups as i32], Array::from_f32(0.01))?.as_dtype(dtype)?;
+            let biases =
+                ops::full::<f32>(&[out as i32, groups as i32], Array::from_f32(-0.03))?.as_dtype(dtype)?;
             mlx_rs::transforms::eval([&w, &scales, &biases])?;
             Ok(Weights::Affine { w, scales, biases, bits: bits as i32 })
         })
@@ -249,17 +366,26 @@ fn affine(args: &Args, geometry: &Geometry) -> Result<Option<Contender>> {
     Ok(Some(Contender { name: "mlx-affine", bytes, weights }))
 }
 
-/// One dense float32 weight: too large for any cache to matter.
-fn dense(geometry: &Geometry) -> Result<Contender> {
+/// A dense weight: one is too large for any cache to matter on a CPU; on a GPU they are rotated like the others.
+fn dense(args: &Args, geometry: &Geometry) -> Result<Contender> {
     let (out, n) = (geometry.out_features() as i32, geometry.in_features() as i32);
-    let w = match geometry.axis() {
-        Axis::Output => mlx_rs::random::uniform::<_, f32>(-0.1, 0.1, &[n, out], None)?,
-        Axis::Input => mlx_rs::random::uniform::<_, f32>(-0.1, 0.1, &[out, n], None)?,
+    let shape = match geometry.axis() {
+        Axis::Output => [n, out],
+        Axis::Input => [out, n],
     };
-    w.eval()?;
-    let bytes = w.nbytes();
-    let w = if geometry.axis() == Axis::Input { w.t() } else { w };
-    Ok(Contender { name: "dense", bytes, weights: vec![Weights::Dense(w)] })
+    let new = || -> Result<Array> {
+        let w = mlx_rs::random::uniform::<_, f32>(-0.1, 0.1, &shape, None)?.as_dtype(args.rival().mlx())?;
+        w.eval()?;
+        Ok(w)
+    };
+    let first = new()?;
+    let bytes = first.nbytes();
+    let copies = if args.backend == Backend::Cuda { copies(bytes, args) } else { 1 };
+    let weights = std::iter::once(Ok(first)).chain((1..copies).map(|_| new()));
+    let weights = weights
+        .map(|w| w.map(|w| Weights::Dense(if geometry.axis() == Axis::Input { w.t() } else { w })))
+        .collect::<Result<_>>()?;
+    Ok(Contender { name: "dense", bytes, weights })
 }
 
 fn activations(m: usize, n: usize, dtype: DtypeArg) -> Result<Array> {
@@ -279,7 +405,7 @@ fn validate(contender: &Contender, geometry: &Geometry, x: &Array, m: usize, arg
     let codes = weights.codes().to_vec_exact::<u32>()?;
     let scales = weights.scales().to_vec_exact::<f16>()?;
     let x = x.as_dtype(MlxDtype::Float32)?.to_vec_exact::<f32>()?;
-    let dtype = args.dtype.codec();
+    let dtype = args.dtype().codec();
     let out = geometry.out_features();
     let checked = CHECKED_OUTPUTS.min(out);
     for first in [0, out - checked] {
@@ -294,7 +420,7 @@ fn validate(contender: &Contender, geometry: &Geometry, x: &Array, m: usize, arg
             first..first + checked,
         )?;
         let found: Vec<f32> = (0..m).flat_map(|r| y[r * out + first..][..checked].to_vec()).collect();
-        let (worst, at) = product.worst(&found, dtype, false);
+        let (worst, at) = product.worst(&found, dtype, choice.kernel.takes_tf32_allowance());
         ensure!(
             worst <= 1.0,
             "{geometry} M={m}: output {} of row {} is {}, expected {}: {worst:.2} of the allowance",

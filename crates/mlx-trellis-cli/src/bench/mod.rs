@@ -1,5 +1,6 @@
 //! `trellis bench`: every command validates what it is about to time, then reports medians from one run.
 
+mod cuda;
 pub(crate) mod encode;
 pub(crate) mod matmul;
 
@@ -67,6 +68,11 @@ impl Times {
         let result = f()?;
         self.0.push(start.elapsed().as_secs_f64());
         Ok(result)
+    }
+
+    /// Keeps a time that was measured elsewhere.
+    pub(crate) fn push(&mut self, seconds: f64) {
+        self.0.push(seconds);
     }
 
     fn sorted(&self) -> Vec<f64> {

@@ -21,8 +21,8 @@ thread_local! {
 
 /// The Metal GPU that operations built now on this thread go to, if they do.
 pub(crate) fn current() -> Option<Gpu> {
-    (ffi::metal_kernel::is_available() && ffi::metal_kernel::on_gpu())
-        .then(|| Gpu::from_architecture(&ffi::metal_kernel::architecture().unwrap_or_default()))
+    (ffi::device::metal_is_available() && ffi::device::gpu().is_some())
+        .then(|| Gpu::from_architecture(&ffi::device::architecture().unwrap_or_default()))
 }
 
 /// The lazy product `[..., out]` of checked activations by one of the Metal kernels.

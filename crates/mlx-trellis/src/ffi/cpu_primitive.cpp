@@ -4,13 +4,13 @@
 
 #include "cpu_primitive.h"
 
-#include <cstdio>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "guarded.h"
 #include "mlx/allocator.h"
 #include "mlx/array.h"
 #include "mlx/backend/cpu/encoder.h"
@@ -222,19 +222,6 @@ class TrellisExpand : public mx::UnaryPrimitive {
 mx::Stream cpu_stream(mlx_stream stream) {
   const mx::Stream& s = mlx_stream_get_(stream);
   return s.device == mx::Device::cpu ? s : mx::default_stream(mx::Device::cpu);
-}
-
-template <typename F>
-int guarded(char* message, uint64_t message_len, F&& f) {
-  try {
-    f();
-    return 0;
-  } catch (const std::exception& e) {
-    std::snprintf(message, message_len, "%s", e.what());
-  } catch (...) {
-    std::snprintf(message, message_len, "%s", "unknown C++ exception");
-  }
-  return 1;
 }
 
 } // namespace

@@ -2,11 +2,17 @@
 #![allow(unsafe_code)]
 
 mod cpu_primitive;
+pub(crate) mod cuda_kernel;
+pub(crate) mod device;
 mod export;
+mod gradient;
+mod launch;
+mod message;
 pub(crate) mod metal_kernel;
 
 pub(crate) use cpu_primitive::{expand, matmul};
 pub(crate) use export::{export, placeholder_gpu};
+pub(crate) use gradient::{is_traced, with_gradient};
 
 /// The version of the MLX library that is linked.
 pub(crate) fn mlx_version() -> String {
