@@ -181,10 +181,7 @@ pub(crate) fn run(
 ) -> Result<Array, Error> {
     match choice.kernel {
         Kernel::Empty => {
-            let mut shape = x.shape().to_vec();
-            if let Some(last) = shape.last_mut() {
-                *last = weights.geometry.out_features() as i32;
-            }
+            let shape = output_shape(x, &weights.geometry);
             Ok(mlx_rs::ops::zeros_dtype(&shape, x.dtype())?)
         }
         kernel @ (Kernel::MetalScatter | Kernel::MetalSplitK | Kernel::MetalExpand) => {
@@ -248,6 +245,15 @@ fn dtype(what: &'static str, found: MlxDtype) -> Result<Dtype, Error> {
         MlxDtype::Bfloat16 => Ok(Dtype::Bf16),
         found => Err(Error::Dtype { what, found }),
     }
+}
+
+/// The shape of a product: x's leading dimensions, then the output features.
+pub(crate) fn output_shape(x: &Array, geometry: &Geometry) -> Vec<i32> {
+    let mut shape = x.shape().to_vec();
+    if let Some(last) = shape.last_mut() {
+        *last = geometry.out_features() as i32;
+    }
+    shape
 }
 
 /// MLX's name for a dtype.

@@ -18,7 +18,7 @@ use crate::dispatch::{Kernel, Problem, cuda_kernel, passes};
 use crate::error::{CudaError, Error};
 use crate::ffi;
 use crate::ffi::cuda_kernel::{after, apply};
-use crate::weights::{MatmulOptions, TrellisWeights};
+use crate::weights::{MatmulOptions, TrellisWeights, output_shape};
 
 /// Most bytes of dense weight that a product decodes at a time: large enough that a slice fills a GPU, small beside
 /// what one has.
@@ -93,10 +93,7 @@ pub(crate) fn matmul(
         Kernel::CudaExpand => expanded(&rows, weights, problem, gpu)?,
         _ => packed(&rows, weights, problem, kernel, gpu)?,
     };
-    let mut shape = x.shape().to_vec();
-    if let Some(last) = shape.last_mut() {
-        *last = g.out_features() as i32;
-    }
+    let shape = output_shape(x, g);
     let y = if y.shape() == shape { y } else { y.reshape(&shape)? };
     if !ffi::is_traced(x) {
         return Ok(y);

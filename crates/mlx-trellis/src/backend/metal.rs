@@ -12,7 +12,7 @@ use crate::dispatch::{Kernel, Problem};
 use crate::error::Error;
 use crate::ffi;
 use crate::ffi::metal_kernel::apply;
-use crate::weights::{TrellisWeights, mlx_dtype};
+use crate::weights::{TrellisWeights, mlx_dtype, output_shape};
 
 thread_local! {
     /// The exact values of all states, float32 `[2^L]`, by `L`.
@@ -56,10 +56,7 @@ pub(crate) fn matmul(
             }
         }
     };
-    let mut shape = x.shape().to_vec();
-    if let Some(last) = shape.last_mut() {
-        *last = g.out_features() as i32;
-    }
+    let shape = output_shape(x, g);
     if y.shape() == shape { Ok(y) } else { Ok(y.reshape(&shape)?) }
 }
 
