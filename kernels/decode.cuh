@@ -110,11 +110,15 @@ TR_FN unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_t
 TR_FN void copy16(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+TR_FN void copy4(unsigned to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
 TR_FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> TR_FN void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
 // Copies one warp's tiles, 16 rows at a time, to shared memory: 4*K words of a row and, where the ring goes on in the other half of a
-// block of 256, 4 more words from there. A staged row takes RS words.
+// block of 256, 4 more words from there. A staged row takes RS words. Codes that are a view of a larger array may start anywhere; those
+// are copied word by word.
 template <int K, int BT, int R, int ROW_WORDS, int RS> struct Fetch {
   static constexpr bool EXTRA = BT == 256;
   static constexpr int LANES = K == 1 || K == 2 ? 2 : 4;        // lanes of a row
@@ -124,6 +128,7 @@ template <int K, int BT, int R, int ROW_WORDS, int RS> struct Fetch {
   const unsigned* more;
   unsigned to;
   int row;
+  bool wide;  // the codes start at a multiple of 16 bytes
 
   // `tile` points at the tile's block in row 0, `half` is which half of it (or the first or second 128 columns of 256).
   __device__ __forceinline__ Fetch(const unsigned* tile, int half, int step, unsigned ring, int lane) {
@@ -132,16 +137,25 @@ template <int K, int BT, int R, int ROW_WORDS, int RS> struct Fetch {
     from = tile + (long long)row * ROW_WORDS + (at < K ? half * (4 * K) + at * 4 : (half ^ 1) * (4 * K));
     more = tile + (long long)(step * 16 + lane % 16) * ROW_WORDS + (half ^ 1) * (4 * K);
     to = ring + lane / LANES * (RS * 4) + at * 16;
+    wide = (reinterpret_cast<unsigned long long>(tile) & 15) == 0;
+  }
+  __device__ __forceinline__ void copy(unsigned to, const unsigned* from) {
+    if (wide) {
+      copy16(to, from);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) copy4(to + i * 4, from + i);
+    }
   }
   __device__ __forceinline__ void next(int slot, int lane) {
     const unsigned at = to + slot * STAGE_BYTES;
     if (lane % LANES < K || (EXTRA && !ROUND)) {
 #pragma unroll
       for (int r = 0; r < 16; r += 32 / LANES)
-        if (R % 16 == 0 || row + r < R) copy16(at + r * (RS * 4), from + r * ROW_WORDS);
+        if (R % 16 == 0 || row + r < R) copy(at + r * (RS * 4), from + r * ROW_WORDS);
     }
     if (ROUND && lane < 16 && (R % 16 == 0 || row + lane - lane / LANES < R))
-      copy16(at + (lane - lane / LANES) * (RS * 4) + (K - lane % LANES) * 16, more);
+      copy(at + (lane - lane / LANES) * (RS * 4) + (K - lane % LANES) * 16, more);
     from += 16 * ROW_WORDS;
     more += 16 * ROW_WORDS;
     row += 16;

@@ -192,6 +192,68 @@ fn full_size_on(whole: &Matrix) {
     }
 }
 
+/// Expansion and MLX's matmul together, over shapes for which MLX takes different matmuls: each output is rounded once.
+#[test]
+fn expanded_products_round_once() {
+    if !full() {
+        return;
+    }
+    let mut failed = Vec::new();
+    for backend in BACKENDS.into_iter().filter(|b| b.present()) {
+        for (out, n) in [
+            (64, 1024),
+            (70, 1024),
+            (71, 1024),
+            (72, 1024),
+            (100, 4096),
+            (128, 4096),
+            (256, 17408),
+            (512, 17408),
+            (576, 1536),
+            (1536, 576),
+            (2048, 2048),
+            (4096, 4096),
+            (1024, 5120),
+            (5120, 17408),
+        ] {
+            let g = Geometry::new(Axis::Input, 3, 12, 32, out, n).unwrap();
+            let matrix = Matrix::random(g, n as u64);
+            for m in [17, 33, 64, 128, 512] {
+                for dtype in [Dtype::Bf16, Dtype::F16] {
+                    let x = activations(m * n, dtype, 1);
+                    let y = backend.run(|| {
+                        let x = array(&x, &[m as i32, n as i32], dtype);
+                        values(&trellis_matmul(&x, &matrix.weights()).unwrap())
+                    });
+                    let choice = backend.run(|| chosen(&g, m, dtype, MatmulOptions::default()));
+                    // Rows of activations and outputs at both ends.
+                    let mut worst: f64 = 0.0;
+                    for (row, first) in [(0, 0), (m - 1, out.saturating_sub(64)), (m / 2, out / 2)] {
+                        let outputs = first..out.min(first + 64);
+                        let product = trellis_codec::reference::matmul_outputs(
+                            &g,
+                            &matrix.codes,
+                            &matrix.scales,
+                            &x[row * n..][..n],
+                            1,
+                            choice.contract,
+                            dtype,
+                            outputs.clone(),
+                        )
+                        .unwrap();
+                        worst = worst.max(product.worst(&y[row * out..][outputs], dtype, false).0);
+                    }
+                    println!("{} {g} m={m} {dtype:?} by {}: worst {worst:.3}", backend.name(), choice.kernel);
+                    if worst > 1.0 {
+                        failed.push(format!("{} {out}x{n} m={m} {dtype:?}: {worst:.3}", backend.name()));
+                    }
+                }
+            }
+        }
+    }
+    assert!(failed.is_empty(), "{failed:#?}");
+}
+
 /// One block of columns of an axis-0 matrix as a matrix of its own, and which outputs it makes.
 fn column_block(whole: &Matrix, block: usize) -> (Matrix, std::ops::Range<usize>) {
     let g = whole.geometry;
@@ -200,6 +262,39 @@ fn column_block(whole: &Matrix, block: usize) -> (Matrix, std::ops::Range<usize>
     let geometry = Geometry::new(g.axis(), g.bits(), g.state_bits(), g.block(), g.rows(), g.block()).unwrap();
     let columns = block * g.block()..(block + 1) * g.block();
     (Matrix { geometry, codes, scales: whole.scales.clone() }, columns)
+}
+
+/// Arrays that are parts of larger ones start anywhere: their memory is aligned to an element and no more.
+#[test]
+fn views_may_start_anywhere() {
+    for backend in BACKENDS.into_iter().filter(|b| b.present()) {
+        for axis in [Axis::Output, Axis::Input] {
+            for (i, m) in [1usize, 4, 5, 8].into_iter().enumerate() {
+                let geometry = Geometry::new(axis, 1 + i as u32, 12, 256, 256, 512).unwrap();
+                let matrix = Matrix::random(geometry, i as u64);
+                let x = activations(m * geometry.in_features(), Dtype::Bf16, 3);
+                backend.run(|| {
+                    let codes = [&[0][..], &matrix.codes].concat();
+                    let codes = mlx_rs::Array::from_slice(&codes, &[codes.len() as i32]);
+                    let codes = second_part(&codes).reshape(matrix.weights().codes().shape()).unwrap();
+                    let scales = [&[mlx_trellis::f16::ONE][..], &matrix.scales].concat();
+                    let scales = mlx_rs::Array::from_slice(&scales, &[scales.len() as i32]);
+                    let weights =
+                        mlx_trellis::TrellisWeights::new(codes, second_part(&scales), geometry).unwrap();
+                    let shifted = [&[0.0][..], &x].concat();
+                    let x_array = second_part(&array(&shifted, &[shifted.len() as i32], Dtype::Bf16));
+                    let x_array = x_array.reshape(&[m as i32, geometry.in_features() as i32]).unwrap();
+                    let y = values(&trellis_matmul(&x_array, &weights).unwrap());
+                    check_product(&y, &matrix, &x, m, Dtype::Bf16, MatmulOptions::default());
+                });
+            }
+        }
+    }
+}
+
+/// All but the first element.
+fn second_part(array: &mlx_rs::Array) -> mlx_rs::Array {
+    array.split_at_indices(&[1], 0).unwrap().swap_remove(1)
 }
 
 #[test]

@@ -54,7 +54,10 @@ impl Backend {
     pub fn run<T>(self, f: impl FnOnce() -> T) -> T {
         match self {
             Backend::Cpu => mlx_rs::with_device(mlx_rs::Device::cpu(), f),
-            Backend::Cuda => mlx_rs::with_device(mlx_rs::Device::gpu(), f),
+            Backend::Cuda => {
+                mlx_trellis::skip_cuda_teardown();
+                mlx_rs::with_device(mlx_rs::Device::gpu(), f)
+            }
         }
     }
 }

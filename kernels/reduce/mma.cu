@@ -3,7 +3,7 @@
 // Inputs  x [M, C] (T), codes, scales [R] binary16.  Output partial [PARTS, M, R] float32, PARTS = ceil(C/128/WARPS);
 // every element is written.
 // Ints    M R C BT K L INTERLEAVE SPLITS WARPS STAGES GROUPS EXACT.
-// Needs   BT in {32, 64, 128, 256}, C % 256 == 0, codes aligned to 16 bytes; EXACT only with M <= 4.
+// Needs   BT in {32, 64, 128, 256}, C % 256 == 0; EXACT only with M <= 4.
 // Launch  grid PARTS x SPLITS blocks of 32*WARPS threads, no dynamic shared memory.
 //
 // A warp keeps 128 columns of x as B fragments in registers and goes through its split's rows, 16 at a time. Lane (g, t)

@@ -2,7 +2,7 @@
 //
 // Inputs  x [M, R] (T), codes, scales [R] binary16.  Output partial [SPLITS, M, C] float32; every element is written.
 // Ints    M R C BT K L INTERLEAVE SPLITS RANGES STAGES EXACT.
-// Needs   BT in {32, 64, 128, 256}, C % 256 == 0, codes aligned to 16 bytes; EXACT only with M <= 4 (pays for M <= 2).
+// Needs   BT in {32, 64, 128, 256}, C % 256 == 0; EXACT only with M <= 4 (pays for M <= 2).
 // Launch  grid (C/256) x SPLITS blocks of 64*RANGES threads, no dynamic shared memory.
 //
 // A block has 256 columns and RANGES ranges of rows; a warp has one tile of 128 columns of one range and takes 16 rows a

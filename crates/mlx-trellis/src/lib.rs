@@ -60,6 +60,16 @@ pub fn cuda_hold(microseconds: u16) -> Result<mlx_rs::Array, Error> {
     backend::cuda::hold(microseconds)
 }
 
+/// On CUDA, makes this process end without running destructors of libraries, whatever its exit code: for a program to call
+/// once, after it has looked for a GPU. MLX 0.32.2 otherwise aborts at times while it exits ("driver shutting down"),
+/// because it destroys CUDA graphs when the driver has already gone. Exit handlers registered before this call do not
+/// run. Elsewhere it does nothing.
+pub fn skip_cuda_teardown() {
+    if cuda_is_available() {
+        ffi::device::skip_teardown();
+    }
+}
+
 /// What MLX calls the GPU, such as `NVIDIA H200`, if it has one.
 pub fn gpu_name() -> Option<String> {
     ffi::device::info(c"device_name")

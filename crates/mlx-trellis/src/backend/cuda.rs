@@ -9,7 +9,7 @@ use std::env;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use mlx_rs::{Array, ops};
+use mlx_rs::{Array, Dtype as MlxDtype, ops};
 use trellis_codec::reference::Dtype;
 use trellis_codec::{Axis, Geometry, Layout};
 use trellis_kernels::{Cuda, Gpu, cuda, expand};
@@ -23,6 +23,9 @@ use crate::weights::{MatmulOptions, TrellisWeights, output_shape};
 /// Most bytes of dense weight that a product decodes at a time: large enough that a slice fills a GPU, small beside
 /// what one has.
 const SLICE_BYTES: usize = 256 << 20;
+
+/// 16-bit numbers in 16 bytes, to which cuBLAS's usual kernels want rows aligned.
+const ALIGNED: usize = 8;
 
 /// A header that MLX's run-time compilation of any kernel includes, in the toolkit's include folder.
 const HEADER: &str = "cuda_fp16.h";
@@ -134,16 +137,30 @@ fn packed(
 }
 
 /// By expansion and MLX's matmul, in slices of the outputs.
+///
+/// Of matrices whose rows are not aligned to 16 bytes, cuBLAS adds up parts that it has already rounded to 16 bits (MLX
+/// 0.32.2 on an H200: up to 7 times the allowance at 70 or 100 outputs, none at multiples of 8; test
+/// `expanded_products_round_once`). Those go through float32, where its tf32 products are exact, since the numbers have
+/// no more bits than that.
 fn expanded(rows: &Array, weights: &TrellisWeights, problem: &Problem, gpu: Gpu) -> Result<Array, Error> {
+    let g = &problem.geometry;
+    let aligned = [g.in_features(), g.out_features()].iter().all(|n| n.is_multiple_of(ALIGNED));
+    let float32 = if aligned { None } else { Some(rows.as_dtype(MlxDtype::Float32)?) };
+    let widened = float32.as_ref();
     let mut results: Vec<Array> = Vec::new();
     for slice in slices(weights, problem, SLICE_BYTES)? {
         let codes = after(slice.codes(), results.last().unwrap_or(rows))?;
         let part = Problem { geometry: *slice.geometry(), ..*problem };
         let stored = one(apply(&expand::cuda::EXPAND.launch(&part.on(gpu))?, &[&codes, slice.scales()])?)?;
-        results.push(match problem.geometry.axis() {
-            Axis::Output => ops::matmul(rows, &stored)?,
-            Axis::Input => ops::matmul(rows, stored.t())?,
-        });
+        let (x, stored) = match widened {
+            Some(x) => (x, stored.as_dtype(MlxDtype::Float32)?),
+            None => (rows, stored),
+        };
+        let y = match problem.geometry.axis() {
+            Axis::Output => ops::matmul(x, &stored)?,
+            Axis::Input => ops::matmul(x, stored.t())?,
+        };
+        results.push(if widened.is_some() { y.as_dtype(rows.dtype())? } else { y });
     }
     if results.len() == 1 { results.pop().ok_or_else(nothing) } else { Ok(ops::concatenate(&results, 1)?) }
 }

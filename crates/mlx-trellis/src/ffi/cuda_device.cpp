@@ -41,7 +41,9 @@ extern "C" int trellis_cuda_attributes(
       throw std::runtime_error(why ? why : "libcuda.so.1 cannot be loaded");
     }
     check("cuInit", symbol<int (*)(unsigned)>(library, "cuInit")(0));
-    int device = 0;
+    int device = 0, count = 0;
+    check("cuDeviceGetCount", symbol<int (*)(int*)>(library, "cuDeviceGetCount")(&count));
+    if (index >= count) throw std::runtime_error("the driver has no GPU " + std::to_string(index));
     check("cuDeviceGet", symbol<int (*)(int*, int)>(library, "cuDeviceGet")(&device, index));
     const auto attribute = symbol<int (*)(int*, int, int)>(library, "cuDeviceGetAttribute");
     check("cuDeviceGetAttribute", attribute(multiprocessors, MULTIPROCESSOR_COUNT, device));

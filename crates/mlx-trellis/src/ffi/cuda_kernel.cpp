@@ -16,6 +16,7 @@
 #include "mlx/c/private/stream.h"
 #include "mlx/fast.h"
 #include "mlx/ops.h"
+#include "mlx/primitives.h"
 
 namespace mx = mlx::core;
 
@@ -83,6 +84,35 @@ std::pair<std::string, mx::fast::TemplateArg> argument(const trellis_template& t
   throw std::invalid_argument("[trellis] unknown kind of template argument");
 }
 
+// A custom kernel whose forward derivative is zero. A product's derivatives stand in `gradient.cpp`; MLX's jvp, unlike
+// its vjp, still walks the graph behind them, where a bare custom kernel would refuse.
+class Underived : public mx::Primitive {
+ public:
+  Underived(std::shared_ptr<mx::Primitive> kernel, std::vector<mx::Shape> shapes, std::vector<mx::Dtype> dtypes)
+      : Primitive(kernel->stream()), kernel_(std::move(kernel)), shapes_(std::move(shapes)), dtypes_(std::move(dtypes)) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    kernel_->eval_cpu(inputs, outputs);
+  }
+  void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    kernel_->eval_gpu(inputs, outputs);
+  }
+  std::vector<mx::array> jvp(
+      const std::vector<mx::array>&, const std::vector<mx::array>&, const std::vector<int>&) override {
+    std::vector<mx::array> zeros;
+    for (size_t i = 0; i < shapes_.size(); ++i) zeros.push_back(mx::zeros(shapes_[i], dtypes_[i], stream()));
+    return zeros;
+  }
+  const char* name() const override {
+    return kernel_->name();
+  }
+
+ private:
+  std::shared_ptr<mx::Primitive> kernel_;
+  std::vector<mx::Shape> shapes_;
+  std::vector<mx::Dtype> dtypes_;
+};
+
 } // namespace
 
 // Stores a new kernel in `*kernel`.
@@ -131,7 +161,11 @@ extern "C" int trellis_mlx_cuda_kernel_apply(
         launch->init_value ? std::optional<float>(*launch->init_value) : std::nullopt,
         false,
         mlx_stream_get_(stream));
-    if (outputs.size() != launch->output_count) throw std::runtime_error("[trellis] wrong number of outputs");
+    if (outputs.empty() || outputs.size() != launch->output_count) {
+      throw std::runtime_error("[trellis] wrong number of outputs");
+    }
+    outputs = mx::array::make_arrays(
+        shapes, dtypes, std::make_shared<Underived>(outputs[0].primitive_ptr(), shapes, dtypes), outputs[0].inputs());
     for (uint64_t i = 0; i < launch->output_count; ++i) mlx_array_set_(results[i], std::move(outputs[i]));
   });
 }
