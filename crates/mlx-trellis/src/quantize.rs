@@ -2,7 +2,7 @@
 
 use trellis_codec::format::{DEFAULT_BLOCK, DEFAULT_STATE_BITS, WORD_BITS};
 use trellis_codec::{
-    Axis, EncodeOptions, Encoded, Encoder, Geometry, GeometryError, Layout, encode, stored_rows,
+    Axis, EncodeOptions, Encoded, Encoder, Geometry, GeometryError, Layout, ScaleRule, encode, stored_rows,
 };
 
 use crate::error::Error;
@@ -41,6 +41,8 @@ pub struct QuantizeOptions {
     /// Store neighbouring blocks side by side where the format allows it (axis 0, `k` = 3, `T` = 256, `L` = 12, even
     /// number of blocks); elsewhere row-major. Default `false`.
     pub interleave: bool,
+    /// How each stored row's scale is chosen. Default [`ScaleRule::Rms`].
+    pub scale: ScaleRule,
 }
 
 impl Default for QuantizeOptions {
@@ -51,6 +53,7 @@ impl Default for QuantizeOptions {
             state_bits: DEFAULT_STATE_BITS,
             block: None,
             interleave: false,
+            scale: ScaleRule::Rms,
         }
     }
 }
@@ -105,7 +108,7 @@ pub fn quantize_weight<T: Copy + Into<f32>>(
     if options.interleave {
         geometry = geometry.with_layout(Layout::Interleaved).unwrap_or(geometry);
     }
-    let options = EncodeOptions { tensor, progress, ..EncodeOptions::default() };
+    let options = EncodeOptions { tensor, progress, scale: options.scale, ..EncodeOptions::default() };
     let mut encoder = Encoder::new(&geometry, &options)?;
     // Some rows at a time, so that the binary32 (and for axis 0 transposed) copy is never whole.
     let step = (CHUNK_WEIGHTS / geometry.cols()).max(1);
@@ -139,7 +142,8 @@ pub fn choose_axis<T: Copy + Into<f32>>(
     };
     match (fits(Axis::Input)?, fits(Axis::Output)?) {
         (Some(input), Some(output)) => {
-            let error = |geometry: &Geometry| sample_error(weight, geometry, tensor);
+            let encode_options = EncodeOptions { tensor, scale: options.scale, ..EncodeOptions::default() };
+            let error = |geometry: &Geometry| sample_error(weight, geometry, &encode_options);
             Ok(if error(&output)? < error(&input)? { Axis::Output } else { Axis::Input })
         }
         (Some(_), None) => Ok(Axis::Input),
@@ -151,7 +155,11 @@ pub fn choose_axis<T: Copy + Into<f32>>(
 }
 
 /// Relative squared error on evenly spaced rows of the stored matrix.
-fn sample_error<T: Copy + Into<f32>>(weight: &[T], geometry: &Geometry, tensor: &str) -> Result<f64, Error> {
+fn sample_error<T: Copy + Into<f32>>(
+    weight: &[T],
+    geometry: &Geometry,
+    options: &EncodeOptions<'_>,
+) -> Result<f64, Error> {
     let (rows, cols) = (geometry.rows(), geometry.cols());
     let n = rows.min(AUTO_SAMPLE_ROWS);
     let sampled =
@@ -161,6 +169,5 @@ fn sample_error<T: Copy + Into<f32>>(weight: &[T], geometry: &Geometry, tensor: 
         let row = i * rows / n;
         sample.extend(stored_rows(geometry, weight, row..row + 1)?);
     }
-    let encoded = encode(&sampled, &sample, &EncodeOptions { tensor, ..EncodeOptions::default() })?;
-    Ok(encoded.report.relative_mse())
+    Ok(encode(&sampled, &sample, options)?.report.relative_mse())
 }

@@ -17,7 +17,9 @@ pub mod format;
 pub mod pack;
 pub mod reference;
 
-pub use encode::{EncodeLevel, EncodeOptions, EncodeReport, Encoded, Encoder, encode, stored_rows};
+pub use encode::{
+    EncodeLevel, EncodeOptions, EncodeReport, Encoded, Encoder, ScaleRule, encode, stored_rows,
+};
 pub use error::{ArtifactError, EncodeError, GeometryError, PackError};
 pub use format::{Axis, Geometry, Layout};
 pub use half::{bf16, f16};
