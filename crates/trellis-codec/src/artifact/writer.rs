@@ -19,10 +19,12 @@ use super::config::{Config, KeySpace, SECTION, TWIN_SECTION, canonical, entry_js
 use super::tensors::{MAX_HEADER, byte_len};
 use super::{
     Artifact, CONFIG_FILE, Dtype, INDEX_FILE, METADATA_KEY, RawTensor, SINGLE_FILE, bias_name, check_bias,
-    check_scales, codes_name, io_error, scales_name,
+    check_rotation, check_scales, codes_name, io_error, scales_name,
 };
+use crate::encode::Encoded;
 use crate::error::ArtifactError;
 use crate::format::Geometry;
+use crate::rotation::Rotation;
 
 /// Bytes of a header's length, and what headers are padded to.
 const HEADER_UNIT: usize = 8;
@@ -175,6 +177,31 @@ impl ArtifactWriter {
         scales: &[f16],
         bias: Option<RawTensor<'_>>,
     ) -> Result<(), ArtifactError> {
+        self.add(path, (geometry, None), codes, scales, bias)
+    }
+
+    /// [`ArtifactWriter::add_module`] for an encoded weight, with its rotation if it has one.
+    ///
+    /// # Errors
+    /// As [`ArtifactWriter::add_module`], and a rotation whose block does not divide the input features.
+    pub fn add_encoded(
+        &mut self,
+        path: &str,
+        encoded: &Encoded,
+        bias: Option<RawTensor<'_>>,
+    ) -> Result<(), ArtifactError> {
+        let Encoded { geometry, rotation, codes, scales, .. } = encoded;
+        self.add(path, (geometry, rotation.as_ref()), codes, scales, bias)
+    }
+
+    fn add(
+        &mut self,
+        path: &str,
+        (geometry, rotation): (&Geometry, Option<&Rotation>),
+        codes: &[u32],
+        scales: &[f16],
+        bias: Option<RawTensor<'_>>,
+    ) -> Result<(), ArtifactError> {
         let (codes_shape, scales_shape) = (geometry.codes_shape(), [geometry.rows()]);
         let (codes, scales) = (le_bytes(codes, u32::to_le_bytes), le_bytes(scales, f16::to_le_bytes));
         let codes = RawTensor { dtype: Dtype::U32, shape: &codes_shape, bytes: &codes };
@@ -189,6 +216,9 @@ impl ArtifactWriter {
             found: codes_shape.clone(),
             source,
         })?;
+        if let Some(rotation) = rotation {
+            check_rotation(&self.destination.join(CONFIG_FILE), path, rotation, geometry)?;
+        }
         self.check(&tensors)?;
         check_scales(&self.destination, &scales_name(path), &scales, geometry.rows())?;
         if let Some(bias) = bias {
@@ -198,7 +228,7 @@ impl ArtifactWriter {
             return Err(self.name_error(path));
         }
         self.write(tensors)?;
-        self.entries.push((self.options.key_space.rename(path), entry_json(geometry)));
+        self.entries.push((self.options.key_space.rename(path), entry_json(geometry, rotation)));
         Ok(())
     }
 

@@ -17,6 +17,7 @@ use half::f16;
 
 use crate::error::{EncodeError, PackError};
 use crate::format::{Axis, Geometry};
+use crate::rotation::Rotation;
 pub use coder::EncodeLevel;
 use coder::{Block, Coder};
 use scale::RowScale;
@@ -40,6 +41,8 @@ pub struct EncodeOptions<'a> {
 pub struct Encoded {
     /// Shape and coding parameters.
     pub geometry: Geometry,
+    /// How the weight was rotated before it was encoded, if it was. [`Encoder`] rotates nothing.
+    pub rotation: Option<Rotation>,
     /// uint32 codes of shape [`Geometry::codes_shape`].
     pub codes: Vec<u32>,
     /// binary16 scales `[rows]`; 0 for a row of zeros, whose codes are all zero too.
@@ -193,7 +196,13 @@ impl<'a> Encoder<'a> {
                 cols: g.cols(),
             });
         }
-        Ok(Encoded { geometry: g, codes: self.codes, scales: self.scales, report: self.report })
+        Ok(Encoded {
+            geometry: g,
+            rotation: None,
+            codes: self.codes,
+            scales: self.scales,
+            report: self.report,
+        })
     }
 }
 
