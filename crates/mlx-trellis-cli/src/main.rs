@@ -1,8 +1,10 @@
 //! `trellis`: quantize, inspect, verify and measure trellis-coded weights.
 
 mod bench;
+mod dequantize;
 mod inspect;
 mod kernels;
+mod progress;
 mod quantize;
 mod report;
 mod source;
@@ -27,6 +29,8 @@ struct Cli {
 enum Command {
     /// Quantize the matrices of a safetensors file, a folder of them, or a GGUF file into a new folder
     Quantize(quantize::Args),
+    /// Decode a GGUF file or a quantized folder into a dense Hugging Face folder
+    Dequantize(dequantize::Args),
     /// Show what a quantized file or folder holds
     Inspect(inspect::Args),
     /// Compare decodes and products with reference cases
@@ -41,6 +45,7 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Quantize(args) => quantize::run(&args),
+        Command::Dequantize(args) => dequantize::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Verify(args) => verify::run(&args),
         Command::Kernels(args) => kernels::run(&args),

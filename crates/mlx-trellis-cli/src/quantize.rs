@@ -1,6 +1,5 @@
 //! `trellis quantize`: the matrices of a model to trellis codes, everything else as it was.
 
-use std::io::IsTerminal as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -8,12 +7,12 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use globset::{Glob, GlobSet, GlobSetBuilder};
-use indicatif::{ProgressBar, ProgressStyle};
 use mlx_trellis::{AxisChoice, Encoded, Error, QuantizeOptions, quantize_weight};
 use serde::Serialize;
-use trellis_codec::artifact::{ArtifactWriter, WriteOptions};
+use trellis_codec::artifact::{ArtifactWriter, RawTensor, WriteOptions};
 
-use crate::source::{Source, Values};
+use crate::progress::Progress;
+use crate::source::{Source, Stored, TensorInfo, Values};
 
 /// Matrices that are looked up rather than multiplied: embeddings, under the names that models give them.
 const EMBEDDINGS: [&str; 4] = ["*embed*", "*token_embd*", "*wte*", "*wpe*"];
@@ -86,7 +85,7 @@ struct Kept {
 /// Runs the command.
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let source = Source::open(&args.source)?;
-    refuse_quantized(&source)?;
+    refuse_quantized(args, &source)?;
     let options = QuantizeOptions {
         bits: args.bits,
         axis: match args.axis {
@@ -104,19 +103,16 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     copy_companions(&source, &mut writer)?;
 
     let tensors = source.tensors();
-    let total: usize = tensors
-        .iter()
-        .filter(|(n, s)| filter.refusal(&source, n, s).is_none())
-        .map(|(_, s)| s[0] * s[1])
-        .sum();
+    let total: usize = tensors.iter().filter(|t| filter.refusal(t).is_none()).map(TensorInfo::len).sum();
     let progress = Progress::new(total as u64, args.json);
     let (mut quantized, mut kept) = (Vec::new(), Vec::new());
-    for (name, shape) in &tensors {
-        let reason = match filter.refusal(&source, name, shape) {
+    for (index, info) in tensors.iter().enumerate() {
+        let TensorInfo { name, shape, dtype, .. } = info;
+        let reason = match filter.refusal(info) {
             Some(reason) => reason,
             None => {
                 let start = Instant::now();
-                match quantize(&source, name, shape, &options, &progress) {
+                match quantize(source.values(index)?, name, shape, &options, &progress) {
                     Ok(encoded) => {
                         let module = name.strip_suffix(".weight").unwrap_or(name);
                         writer.add_module(
@@ -137,7 +133,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
                 }
             }
         };
-        source.with_raw(name, |raw| Ok(writer.add_tensor(name, raw)?))?;
+        let bytes = source.bytes(index, *dtype)?;
+        writer.add_tensor(name, RawTensor { dtype: *dtype, shape, bytes: &bytes })?;
         kept.push(Kept { tensor: name.clone(), shape: shape.clone(), reason });
     }
     progress.finish();
@@ -153,7 +150,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 }
 
 fn quantize(
-    source: &Source,
+    values: Values,
     name: &str,
     shape: &[usize],
     options: &QuantizeOptions,
@@ -161,7 +158,6 @@ fn quantize(
 ) -> Result<Encoded, Error> {
     let advance: &(dyn Fn(usize) + Sync) = &|n| progress.advance(n as u64);
     let (out, n) = (shape[0], shape[1]);
-    let values = source.values(name).map_err(|e| mlx_rs::error::Exception::custom(format!("{e:#}")))?;
     match values {
         Values::F32(w) => quantize_weight(&w, out, n, options, name, Some(advance)),
         Values::F16(w) => quantize_weight(&w, out, n, options, name, Some(advance)),
@@ -259,10 +255,11 @@ impl Filter {
     }
 
     /// Why a tensor is kept as it is, or `None` if it is to be quantized.
-    fn refusal(&self, source: &Source, name: &str, shape: &[usize]) -> Option<String> {
+    fn refusal(&self, info: &TensorInfo) -> Option<String> {
+        let TensorInfo { name, shape, .. } = info;
         let reason = if shape.len() != 2 || !name.ends_with(".weight") {
             "not a matrix named .weight"
-        } else if !source.is_float(name) {
+        } else if !info.is_float() {
             "not floating point"
         } else if self.exclude.is_match(name) {
             "excluded"
@@ -289,87 +286,27 @@ fn globs(patterns: &[impl AsRef<str>]) -> Result<GlobSet> {
     Ok(set.build()?)
 }
 
-/// A source that is quantized already would be coded twice over, or passed through without its meaning.
-fn refuse_quantized(source: &Source) -> Result<()> {
-    let Some(folder) = source.folder() else { return Ok(()) };
-    let config = read_config(folder)?;
-    for key in ["quantization", "quantization_config"] {
-        if config.get(key).is_some_and(|v| !v.is_null()) {
-            bail!(
-                "{}: found a {key:?} section, expected a model that is not quantized",
-                folder.join("config.json").display()
-            );
-        }
+/// A source that is quantized already would be coded twice over.
+fn refuse_quantized(args: &Args, source: &Source) -> Result<()> {
+    match source.tensors().iter().find(|t| t.stored != Stored::Plain) {
+        Some(t) => bail!(
+            "{}: tensor {} is {}, expected a model that is not quantized",
+            args.source.display(),
+            t.name,
+            t.stored
+        ),
+        None => Ok(()),
     }
-    Ok(())
-}
-
-fn read_config(folder: &Path) -> Result<serde_json::Value> {
-    let path = folder.join("config.json");
-    if !path.exists() {
-        return Ok(serde_json::json!({}));
-    }
-    let bytes = std::fs::read(&path).with_context(|| format!("{}", path.display()))?;
-    serde_json::from_slice(&bytes).with_context(|| format!("{}", path.display()))
 }
 
 /// The config and the files that go with a model: tokenizer, chat template, licence.
 fn copy_companions(source: &Source, writer: &mut ArtifactWriter) -> Result<()> {
-    let Some(folder) = source.folder() else { return Ok(()) };
-    writer.set_config(read_config(folder)?)?;
-    let mut files: Vec<PathBuf> = std::fs::read_dir(folder)
-        .and_then(|entries| entries.map(|e| e.map(|e| e.path())).collect())
-        .with_context(|| format!("{}", folder.display()))?;
-    files.sort();
-    for file in files {
-        let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let written = name == "config.json"
-            || name.ends_with(".safetensors")
-            || name.ends_with(".safetensors.index.json");
-        if file.is_file() && !written && !name.starts_with('.') {
-            writer.copy_file(&file)?;
-        }
+    writer.set_config(source.config().into())?;
+    for file in source.companions()? {
+        writer.copy_file(file)?;
+    }
+    for (name, content) in source.files() {
+        writer.add_file(name, content)?;
     }
     Ok(())
-}
-
-/// A bar on a terminal, a line for each tensor elsewhere.
-struct Progress {
-    bar: Option<ProgressBar>,
-    quiet: bool,
-}
-
-impl Progress {
-    fn new(total: u64, quiet: bool) -> Self {
-        let bar = (!quiet && std::io::stderr().is_terminal()).then(|| {
-            let bar = ProgressBar::new(total);
-            if let Ok(style) = ProgressStyle::with_template(
-                "{bar:30} {percent:>3}% {human_pos} of {human_len} weights, {per_sec}, {eta} left",
-            ) {
-                bar.set_style(style);
-            }
-            bar
-        });
-        Self { bar, quiet }
-    }
-
-    fn advance(&self, n: u64) {
-        if let Some(bar) = &self.bar {
-            bar.inc(n);
-        }
-    }
-
-    fn line(&self, text: &str) {
-        match &self.bar {
-            Some(bar) => bar.println(text),
-            None if !self.quiet => eprintln!("{text}"),
-            None => {}
-        }
-    }
-
-    fn finish(&self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
-        }
-    }
 }

@@ -71,7 +71,7 @@ use crate::rotation::Rotation;
 use config::{Config, canonical, twin};
 pub use config::{Entry, KeySpace, Quantization, TrellisEntry};
 pub use tensors::{RawTensor, Tensors};
-pub use writer::{ArtifactWriter, Summary, WriteOptions};
+pub use writer::{ARTIFACT_FOLDER, ArtifactWriter, REPLACED_FOLDER, Summary, WriteOptions};
 
 const CONFIG_FILE: &str = "config.json";
 const SINGLE_FILE: &str = "model.safetensors";

@@ -493,6 +493,14 @@ pub enum ArtifactError {
         /// How many trellis modules there are.
         found: usize,
     },
+    /// A tensor asked for that the files do not have.
+    #[error("{}: tensor {tensor}: found no such tensor, expected it", file.display())]
+    NoTensor {
+        /// The file or folder.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+    },
     /// A destination that cannot name a folder.
     #[error("{}: found no folder name at its end, expected one", path.display())]
     Destination {
