@@ -4,6 +4,7 @@ mod bench;
 mod dequantize;
 mod inspect;
 mod kernels;
+mod memory;
 mod progress;
 mod quantize;
 mod report;
@@ -28,7 +29,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Quantize the matrices of a safetensors file, a folder of them, or a GGUF file into a new folder
-    Quantize(quantize::Args),
+    Quantize(Box<quantize::Args>),
     /// Decode a GGUF file or a quantized folder into a dense Hugging Face folder
     Dequantize(dequantize::Args),
     /// Show what a quantized file or folder holds
