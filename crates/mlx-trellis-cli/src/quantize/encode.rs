@@ -4,11 +4,11 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use mlx_rs::{Array, Dtype as MlxDtype, ops};
-use mlx_trellis::{Encoded, f16, quantize_weight};
+use mlx_trellis::{EncodeReport, Encoded, f16, quantize_weight};
 use trellis_codec::artifact::{ArtifactWriter, Dtype, RawTensor};
 use trellis_codec::{Axis, Geometry, Layout};
 
-use super::options::{Affine, Trellis};
+use super::options::{Affine, Rotate, Trellis};
 use super::plan::{Action, Step};
 use super::report::Row;
 use super::work::{Part, WorkFolder};
@@ -45,13 +45,13 @@ fn encode_trellis(
     trellis: &Trellis,
     progress: &(dyn Fn(usize) + Sync),
 ) -> Result<(Vec<Part>, Row)> {
-    let (out, n, options) = (step.shape[0], step.shape[1], trellis.options());
+    let (out, n, options) = (step.shape[0], step.shape[1], trellis.options()?);
     let encoded = match values {
         Values::F32(w) => quantize_weight(&w, out, n, &options, &step.name, Some(progress)),
         Values::F16(w) => quantize_weight(&w, out, n, &options, &step.name, Some(progress)),
         Values::Bf16(w) => quantize_weight(&w, out, n, &options, &step.name, Some(progress)),
     }?;
-    let Encoded { geometry: g, codes, scales, report } = &encoded;
+    let Encoded { geometry: g, rotation, codes, scales, report } = &encoded;
     let codes = codes.iter().flat_map(|w| w.to_le_bytes()).collect();
     let parts = vec![
         (format!("{}.weight", step.module()), Dtype::U32, g.codes_shape(), codes),
@@ -67,6 +67,7 @@ fn encode_trellis(
         block: Some(g.block()),
         state_bits: Some(g.state_bits()),
         interleaved: Some(g.layout() == Layout::Interleaved),
+        rotation: rotation.map(Into::into),
         relative_mse: report.relative_mse(),
         zero_rows: report.zero_rows,
         underflowed_rows: report.underflowed_rows,
@@ -135,7 +136,10 @@ pub(super) fn add(writer: &mut ArtifactWriter, work: &WorkFolder, index: usize, 
     let part = |suffix: &str| parts.read(&format!("{}.{suffix}", row.module));
     let codes = numbers(&part("weight")?, u32::from_le_bytes);
     let scales = numbers(&part("scales")?, f16::from_le_bytes);
-    Ok(writer.add_module(&row.module, &geometry(row)?, &codes, &scales, None)?)
+    let rotation = row.rotation.map(Rotate::rotation).transpose()?;
+    let encoded =
+        Encoded { geometry: geometry(row)?, rotation, codes, scales, report: EncodeReport::default() };
+    Ok(writer.add_encoded(&row.module, &encoded, None)?)
 }
 
 fn geometry(row: &Row) -> Result<Geometry> {

@@ -125,8 +125,7 @@ fn carry_out(
             writer
                 .add_tensor(&step.name, RawTensor { dtype: step.dtype, shape: &step.shape, bytes: &bytes })?;
         } else {
-            let row = work.record(index)?.with_context(|| format!("the record of {} is gone", step.name))?;
-            encode::add(&mut writer, work, index, &row)?;
+            encode::add(&mut writer, work, index, &record(work, index, step)?)?;
         }
     }
     work.mark(fingerprint)?;
@@ -137,32 +136,29 @@ fn carry_out(
     Ok(resumed)
 }
 
-/// Reports and tidies. A run that was killed while it tidied has reported already, and may have lost its records.
+/// Reports and tidies; `resumed` is `None` where an earlier run did all but that.
 fn finish(args: &Args, plan: &Plan, work: WorkFolder, resumed: Option<usize>) -> Result<ExitCode> {
     let mut rows = Vec::new();
-    let mut complete = true;
     for (index, step) in plan.steps.iter().enumerate() {
         if !matches!(step.action, Action::Keep { .. }) {
-            let row = work.record::<Row>(index)?;
-            complete &= row.is_some();
-            rows.extend(row);
+            rows.push(record(&work, index, step)?);
         }
     }
-    if complete {
-        let report = Report::new(args, plan, &rows, resumed.unwrap_or(rows.len()));
-        if let Some(file) = &args.report {
-            work::write_whole(file, format!("{:#}\n", serde_json::to_value(&report)?).as_bytes())?;
-        }
-        if args.json {
-            println!("{}", serde_json::to_string(&report)?);
-        } else {
-            report.print();
-        }
+    let report = Report::new(args, plan, &rows, resumed.unwrap_or(rows.len()));
+    if let Some(file) = &args.report {
+        work::write_whole(file, format!("{:#}\n", serde_json::to_value(&report)?).as_bytes())?;
+    }
+    if args.json {
+        println!("{}", serde_json::to_string(&report)?);
     } else {
-        eprintln!("{} was finished by an earlier run, which reported it", args.output.display());
+        report.print();
     }
     work.remove()?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn record(work: &WorkFolder, index: usize, step: &plan::Step) -> Result<Row> {
+    work.record(index)?.with_context(|| format!("the record of {} is gone", step.name))
 }
 
 fn dry_run(args: &Args, plan: &Plan) -> Result<()> {

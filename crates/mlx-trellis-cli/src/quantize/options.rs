@@ -6,9 +6,11 @@ use std::str::FromStr;
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use globset::{Glob, GlobMatcher};
-use mlx_trellis::AxisChoice;
-use serde::Serialize;
+use mlx_trellis::{AxisChoice, Rotation, RotationError, ScaleRule};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+
+use trellis_codec::rotation::MAX_ROTATION_BLOCK;
 
 use crate::report::DtypeArg;
 use crate::source::TensorInfo;
@@ -44,6 +46,15 @@ pub(crate) struct Args {
     /// Store neighbouring blocks side by side where the format allows it
     #[arg(long)]
     interleave: bool,
+    /// How each stored row's scale is chosen
+    #[arg(long, value_enum, default_value_t = Scale::Search)]
+    scale: Scale,
+    /// Rotate inputs by signs and Hadamard transforms, in the largest blocks up to BLOCK that divide them [BLOCK: 1024]
+    #[arg(long, value_name = "BLOCK", num_args = 0..=1, default_missing_value = "1024")]
+    rotate: Option<usize>,
+    /// Seed of the rotations' signs
+    #[arg(long, default_value_t = 1)]
+    rotate_seed: u64,
     /// What becomes of embeddings and of matrices that no block fits: keep, or affine:BITS:GROUP
     #[arg(long, value_name = "RULE", default_value = "keep")]
     rest: Rest,
@@ -53,8 +64,8 @@ pub(crate) struct Args {
     /// Leave tensors as they are whose name matches; may be repeated
     #[arg(long, value_name = "GLOB")]
     exclude: Vec<String>,
-    /// For tensors whose name matches, whatever else is said of them: BITS[,in|out|auto][,BLOCK], affine:BITS:GROUP or
-    /// keep; may be repeated, the last match counts
+    /// For tensors whose name matches, whatever else is said of them: BITS[,in|out|auto][,BLOCK][,rms|search]
+    /// [,rotate|rotate:BLOCK|unrotated], affine:BITS:GROUP, or keep; may be repeated, the last match counts
     #[arg(long, value_name = "GLOB=SPEC")]
     set: Vec<String>,
     /// A JSON object of such globs and specs; what --set says comes after it
@@ -105,6 +116,49 @@ pub(super) enum Axis {
     Auto,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Scale {
+    /// The row's rms becomes the code's
+    Rms,
+    /// The scale of least predicted error
+    Search,
+}
+
+impl From<Scale> for ScaleRule {
+    fn from(scale: Scale) -> Self {
+        match scale {
+            Scale::Rms => Self::Rms,
+            Scale::Search => Self::Search,
+        }
+    }
+}
+
+/// How the input of a module is rotated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Rotate {
+    pub(super) block: usize,
+    pub(super) seed: u64,
+}
+
+impl Rotate {
+    fn new(block: usize, seed: u64) -> Result<Self> {
+        Rotation::new(block, seed)?;
+        Ok(Self { block, seed })
+    }
+
+    /// The library's.
+    pub(super) fn rotation(self) -> Result<Rotation, RotationError> {
+        Rotation::new(self.block, self.seed)
+    }
+}
+
+impl From<Rotation> for Rotate {
+    fn from(rotation: Rotation) -> Self {
+        Self { block: rotation.block(), seed: rotation.seed() }
+    }
+}
+
 impl From<Axis> for AxisChoice {
     fn from(axis: Axis) -> Self {
         match axis {
@@ -122,6 +176,9 @@ pub(super) struct Trellis {
     pub(super) axis: Axis,
     pub(super) block: Option<usize>,
     pub(super) interleave: bool,
+    pub(super) scale: Scale,
+    /// Its block is the largest that may be taken.
+    pub(super) rotate: Option<Rotate>,
 }
 
 /// How a tensor is coded in MLX's affine groups.
@@ -221,15 +278,26 @@ impl Rules {
         let default = match args.method {
             Method::Affine => {
                 ensure!(
-                    args.axis == Axis::Auto && args.block.is_none() && !args.interleave,
-                    "--axis, --block and --interleave have no meaning with --method affine"
+                    args.axis == Axis::Auto
+                        && args.block.is_none()
+                        && !args.interleave
+                        && args.rotate.is_none(),
+                    "--axis, --block, --interleave and --rotate have no meaning with --method affine"
                 );
                 Wish::Affine(Affine { bits: args.bits, group: args.group }.check()?)
             }
             Method::Trellis => {
                 ensure!((1..=4).contains(&args.bits), "--bits is {}, expected 1 to 4", args.bits);
-                let (axis, block, interleave) = (args.axis, args.block, args.interleave);
-                Wish::Trellis(Trellis { bits: args.bits, axis, block, interleave })
+                let rotate =
+                    args.rotate.map(|block| Rotate::new(block, args.rotate_seed).context("--rotate"));
+                Wish::Trellis(Trellis {
+                    bits: args.bits,
+                    axis: args.axis,
+                    block: args.block,
+                    interleave: args.interleave,
+                    scale: args.scale,
+                    rotate: rotate.transpose()?,
+                })
             }
         };
         let patterns = |option, texts: &[String]| {
@@ -237,12 +305,12 @@ impl Rules {
         };
         let mut set = Vec::new();
         for (glob, spec) in args.map.as_deref().map(read_map).transpose()?.unwrap_or_default() {
-            set.push((Pattern::new("--map", &glob)?, wish(&default, &spec)?));
+            set.push((Pattern::new("--map", &glob)?, wish(&default, args.rotate_seed, &spec)?));
         }
         for text in &args.set {
             let (glob, spec) =
                 text.split_once('=').with_context(|| format!("--set {text:?}, expected GLOB=SPEC"))?;
-            set.push((Pattern::new("--set", glob)?, wish(&default, spec)?));
+            set.push((Pattern::new("--set", glob)?, wish(&default, args.rotate_seed, spec)?));
         }
         Ok(Self {
             default,
@@ -287,7 +355,7 @@ impl Rules {
 }
 
 /// A spec of `--set`; what it leaves open is as the other options say.
-fn wish(default: &Wish, spec: &str) -> Result<Wish> {
+fn wish(default: &Wish, seed: u64, spec: &str) -> Result<Wish> {
     let at = || format!("spec {spec:?}");
     if spec == "keep" {
         return Ok(Wish::Keep("set to be kept"));
@@ -312,11 +380,25 @@ fn wish(default: &Wish, spec: &str) -> Result<Wish> {
                     "in" => trellis.axis = Axis::In,
                     "out" => trellis.axis = Axis::Out,
                     "auto" => trellis.axis = Axis::Auto,
-                    block => {
-                        let block = block.parse().with_context(|| {
-                            format!("{}: {block:?}, expected in, out, auto or a block", at())
+                    "rms" => trellis.scale = Scale::Rms,
+                    "search" => trellis.scale = Scale::Search,
+                    "unrotated" => trellis.rotate = None,
+                    "rotate" => trellis.rotate = Some(Rotate::new(MAX_ROTATION_BLOCK, seed)?),
+                    other => {
+                        let (rotate, number) =
+                            other.strip_prefix("rotate:").map_or((false, other), |block| (true, block));
+                        let block = number.parse().with_context(|| {
+                            format!(
+                                "{}: {other:?}, expected in, out, auto, a block, rms, search, rotate, rotate:BLOCK or \
+                                 unrotated",
+                                at()
+                            )
                         })?;
-                        trellis.block = Some(block);
+                        if rotate {
+                            trellis.rotate = Some(Rotate::new(block, seed).with_context(at)?);
+                        } else {
+                            trellis.block = Some(block);
+                        }
                     }
                 }
             }

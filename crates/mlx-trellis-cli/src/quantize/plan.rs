@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use trellis_codec::artifact::Dtype;
 use trellis_codec::{Axis as CodecAxis, GeometryError};
 
-use super::options::{Affine, Args, Rest, Rules, Trellis, Wish};
+use super::options::{Affine, Args, Rest, Rotate, Rules, Trellis, Wish};
 use crate::source::{Source, Stored, TensorInfo};
 
 /// What becomes of a tensor.
@@ -127,18 +127,20 @@ impl Step {
 
 impl Trellis {
     /// The library's options.
-    pub(super) fn options(&self) -> QuantizeOptions {
-        QuantizeOptions {
+    pub(super) fn options(&self) -> Result<QuantizeOptions, Error> {
+        Ok(QuantizeOptions {
             axis: AxisChoice::from(self.axis),
             block: self.block,
             interleave: self.interleave,
+            scale: self.scale.into(),
+            rotation: self.rotate.map(Rotate::rotation).transpose()?,
             ..QuantizeOptions::with_bits(self.bits)
-        }
+        })
     }
 
     /// Bytes of codes and scales along each axis that the choice leaves open and that divides into blocks.
     fn bytes(&self, out: usize, n: usize) -> Result<Vec<u64>, Error> {
-        let options = self.options();
+        let options = self.options()?;
         let axes: &[CodecAxis] = match options.axis {
             AxisChoice::Input => &[CodecAxis::Input],
             AxisChoice::Output => &[CodecAxis::Output],

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::options::Args;
+use super::options::{Args, Rotate};
 use super::plan::{Action, Plan, Step};
 
 /// A tensor that was quantized.
@@ -28,6 +28,9 @@ pub(super) struct Row {
     pub(super) state_bits: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(super) interleaved: Option<bool>,
+    /// Trellis: how the input is rotated, if it is.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(super) rotation: Option<Rotate>,
     /// Affine: weights in a group.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(super) group: Option<usize>,
@@ -57,6 +60,7 @@ impl Row {
             block: None,
             state_bits: None,
             interleaved: None,
+            rotation: None,
             group: None,
             instead_of_trellis: None,
             bytes: 0,
@@ -77,7 +81,12 @@ impl std::fmt::Display for Row {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} [{}, {}] ", self.module, self.out_features, self.in_features)?;
         match (self.axis, self.block, self.group) {
-            (Some(axis), Some(block), _) => write!(f, "axis {axis} k={} T={block}", self.bits)?,
+            (Some(axis), Some(block), _) => {
+                write!(f, "axis {axis} k={} T={block}", self.bits)?;
+                if let Some(rotation) = self.rotation {
+                    write!(f, " rotated by {}", rotation.block)?;
+                }
+            }
             (.., group) => write!(f, "affine {} bits g{}", self.bits, group.unwrap_or_default())?,
         }
         write!(f, ": relative mse {:.5}, {:.1} s", self.relative_mse, self.seconds)?;
@@ -218,7 +227,8 @@ pub(super) fn print_plan(plan: &Plan) {
         let what = match &step.action {
             Action::Trellis(t) => {
                 let axis = format!("{:?}", t.axis).to_lowercase();
-                format!("trellis, {} bits along {axis}", t.bits)
+                let rotated = t.rotate.map(|r| format!(", rotated by up to {}", r.block)).unwrap_or_default();
+                format!("trellis, {} bits along {axis}{rotated}", t.bits)
             }
             Action::Affine { affine, instead } => format!(
                 "affine, {} bits in groups of {}{}",

@@ -7,7 +7,7 @@
 //! ends with the same artifact.
 //!
 //! Just before the artifact is moved to the destination a marker is left: with the marker there and the artifact gone,
-//! the move has happened and only the tidying is left.
+//! the move has happened, and only the report and the tidying are left.
 
 use std::fs::{self, File, TryLockError};
 use std::io::Write as _;
@@ -44,6 +44,7 @@ impl WorkFolder {
         })?;
         let path = destination.with_file_name(format!(".{}.quantize", name.to_string_lossy()));
         let lock = lock(&path).with_context(|| format!("{}", path.display()))?;
+        remove(&gone(&path))?;
         let work = Self { path, _lock: lock };
         let published = work.recover(destination, plan, restart);
         Ok((work, published.context("going on with an interrupted run")?))
@@ -130,17 +131,15 @@ impl WorkFolder {
         names.filter(|n| n.ends_with(".json") && n.starts_with(|c: char| c.is_ascii_digit())).count()
     }
 
-    /// Removes the folder. The marker goes last: until then a restart knows that only this was left.
+    /// Removes the folder: in one step, under another name.
     pub(super) fn remove(self) -> Result<()> {
-        for entry in self.entries()? {
-            if ![LOCK, MARKER].iter().any(|kept| entry.ends_with(kept)) {
-                remove(&entry)?;
-            }
-        }
-        fs::remove_dir_all(&self.path).with_context(|| format!("{}", self.path.display()))
+        let gone = gone(&self.path);
+        remove(&gone)?;
+        fs::rename(&self.path, &gone).with_context(|| format!("{}", self.path.display()))?;
+        remove(&gone)
     }
 
-    /// Removes the folder if it holds no finished tensor; else says where they are.
+    /// Removes the folder if it holds no finished tensor; else says where it is and how many.
     pub(super) fn abandon(self) -> Option<(PathBuf, usize)> {
         let (path, finished) = (self.path.clone(), self.finished());
         if finished > 0 {
@@ -196,6 +195,11 @@ pub(super) fn write_whole(path: &Path, content: &[u8]) -> Result<()> {
         fs::rename(&part, path)
     };
     write().with_context(|| format!("{}: cannot write", path.display()))
+}
+
+/// What a folder is called while it is being removed.
+fn gone(path: &Path) -> PathBuf {
+    path.with_added_extension("gone")
 }
 
 fn record_name(index: usize) -> String {
@@ -271,4 +275,69 @@ fn difference(a: &Value, b: &Value) -> String {
         }
     }
     walk("", a, b).unwrap_or_else(|| "in nothing that can be shown".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// The moments that a test with kills at random would hardly hit.
+    #[test]
+    fn it_knows_how_far_publishing_had_come() {
+        let folder = tempfile::tempdir().unwrap();
+        let destination = folder.path().join("out");
+        let plan = json!({ "plan": 1 });
+        let open = || WorkFolder::open(&destination, &plan, false).unwrap();
+
+        let (work, published) = open();
+        assert!(!published);
+        let artifact = work.staging().join(ARTIFACT_FOLDER);
+        fs::create_dir_all(&artifact).unwrap();
+        work.mark(&plan).unwrap();
+        drop(work);
+        // Marked but not moved, with nothing or with another artifact at the destination.
+        assert!(!open().1);
+        fs::create_dir(&destination).unwrap();
+        let (work, published) = open();
+        assert!(!published);
+        work.mark(&plan).unwrap();
+        fs::remove_dir(&destination).unwrap();
+        drop(work);
+
+        // Killed between the renames: the old artifact is put back.
+        let replaced = destination.parent().unwrap().join(".out.quantize/staging").join(REPLACED_FOLDER);
+        fs::create_dir(&replaced).unwrap();
+        fs::write(replaced.join("old"), "").unwrap();
+        let (work, published) = open();
+        assert!(!published && destination.join("old").exists());
+
+        // Moved: only the tidying is left, unless another plan is asked for.
+        work.mark(&plan).unwrap();
+        fs::remove_dir(&artifact).unwrap();
+        drop(work);
+        let (work, published) = open();
+        assert!(published);
+        drop(work);
+        let (work, published) = WorkFolder::open(&destination, &json!({ "plan": 2 }), false).unwrap();
+        assert!(!published);
+        work.remove().unwrap();
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn half_a_tensor_is_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let destination = folder.path().join("out");
+        let (work, _) = WorkFolder::open(&destination, &json!(1), false).unwrap();
+        let part: Part = ("a.weight".to_owned(), Dtype::U32, vec![1], vec![1, 2, 3, 4]);
+        work.finish(3, &[part], &json!({ "row": 1 })).unwrap();
+        assert_eq!(work.finished(), 1);
+        assert_eq!(work.record::<Value>(3).unwrap(), Some(json!({ "row": 1 })));
+        assert_eq!(work.parts(3).unwrap().read("a.weight").unwrap(), [1, 2, 3, 4]);
+        fs::remove_file(work.path.join("00003.json")).unwrap();
+        assert_eq!((work.record::<Value>(3).unwrap(), work.finished()), (None, 0));
+        assert!(work.abandon().is_none());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
 }

@@ -1,5 +1,8 @@
 //! The binary as a user runs it.
 
+mod dequantize;
+mod quantize;
+
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
