@@ -2,7 +2,9 @@
 
 use mlx_rs::Array;
 use mlx_rs::module::Module;
-use mlx_trellis::{Error, TrellisLinear, trellis_matmul};
+use mlx_trellis::{
+    Error, QuantizeOptions, Rotation, TrellisLinear, TrellisWeights, quantize_weight, trellis_matmul,
+};
 use mlx_trellis_tests::*;
 use trellis_codec::ArtifactError;
 use trellis_codec::artifact::{ArtifactWriter, Dtype, RawTensor, WriteOptions};
@@ -42,6 +44,31 @@ fn golden_cases_as_layers_of_a_file() {
         };
         assert_eq!(values(&layer.forward(&x).unwrap()), values(&expected), "{}", case.name);
     }
+}
+
+#[test]
+fn a_rotated_layer_of_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model");
+    let weight: Vec<f32> = (0..64 * 96).map(|i| (i as f32 * 0.37).sin()).collect();
+    let rotation = Some(Rotation::new(1024, 3).unwrap());
+    let options = QuantizeOptions { rotation, ..QuantizeOptions::with_bits(4) };
+    let encoded = quantize_weight(&weight, 64, 96, &options, "a", None).unwrap();
+    let mut writer = ArtifactWriter::create(&path, WriteOptions::default()).unwrap();
+    writer.add_encoded("a", &encoded, None).unwrap();
+    writer.finish().unwrap();
+    let layer = TrellisLinear::from_artifact(&path, "a").unwrap();
+    assert_eq!(layer.rotation(), Some(Rotation::new(32, 3).unwrap()));
+    let x = Array::from_slice(&weight[..2 * 96], &[2, 96]);
+    let expected = trellis_matmul(&x, &TrellisWeights::from_encoded(&encoded).unwrap()).unwrap();
+    assert_eq!(values(&layer.try_forward(&x).unwrap()), values(&expected));
+    let error: f32 = values(&layer.dequantize(mlx_rs::Dtype::Float32).unwrap())
+        .iter()
+        .zip(&weight)
+        .map(|(a, b)| (a - b).powi(2))
+        .sum();
+    let energy: f32 = weight.iter().map(|w| w * w).sum();
+    assert!(error < 0.01 * energy, "{error} of {energy}");
 }
 
 #[test]

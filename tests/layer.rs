@@ -11,12 +11,12 @@ use mlx_rs::ops::ones;
 use mlx_rs::transforms::compile::compile;
 use mlx_rs::{Array, Axes, Dtype as MlxDtype, memory};
 use mlx_trellis::{
-    Axis, AxisChoice, Error, Geometry, Layout, MatmulOptions, MaybeTrellis, QuantizeOptions, TrellisLinear,
-    TrellisQuantizable, TrellisWeights, dequantize, trellis_matmul,
+    Axis, AxisChoice, Error, Geometry, Layout, MatmulOptions, MaybeTrellis, QuantizeOptions, Rotation,
+    ScaleRule, TrellisLinear, TrellisQuantizable, TrellisWeights, dequantize, trellis_matmul,
 };
 use mlx_trellis_tests::*;
 use rstest::rstest;
-use trellis_codec::reference::Dtype;
+use trellis_codec::reference::{Contract, Dtype};
 
 fn matrix(axis: Axis) -> Matrix {
     Matrix::random(Geometry::for_linear(axis, 3, 12, 256, 512, 256).unwrap(), 3)
@@ -314,6 +314,92 @@ fn quantize_keeps_bias_and_shape(
     let x = x(&[2, 512], 3);
     let expected = exact_matmul(&x, &layer.dequantize(MlxDtype::Float32).unwrap().t());
     close(&layer.forward(&x).unwrap(), &(&expected + dense.bias.value.as_ref().unwrap()), 1e-4);
+}
+
+/// The product with a rotated x against the float64 product of the original x with the weight turned back: the bound of
+/// the product itself, plus what rounding the rotated x (half an ulp each, and float32 butterflies) adds.
+#[rstest]
+fn a_rotated_layer_is_its_dense_weight(
+    #[values(Axis::Output, Axis::Input)] axis: Axis,
+    #[values(Dtype::F32, Dtype::F16, Dtype::Bf16)] dtype: Dtype,
+    #[values(1, 3, 9)] m: usize,
+) {
+    let (out, inputs) = (512, 192);
+    let geometry = Geometry::for_linear(axis, 3, 12, 64, out, inputs).unwrap();
+    let matrix = Matrix::random(geometry, 5);
+    let rotation = Rotation::new(64, 9).unwrap();
+    for backend in BACKENDS.into_iter().filter(|b| b.present()) {
+        let (y, dense, options) = backend.run(|| {
+            let weights = matrix.weights().with_rotation(Some(rotation)).unwrap();
+            let layer = TrellisLinear::new(weights, None).unwrap();
+            assert_eq!(layer.rotation(), Some(rotation));
+            let x = array(&activations(m * inputs, dtype, 3), &[m as i32, inputs as i32], dtype);
+            let y = layer.try_forward(&x).unwrap();
+            assert_eq!(y.dtype(), mlx_dtype(dtype));
+            let choice = chosen(&geometry, m, dtype, MatmulOptions::default());
+            (values(&y), values(&layer.dequantize(MlxDtype::Float32).unwrap()), choice)
+        });
+        let mut x = activations(m * inputs, dtype, 3);
+        // In the original basis: the dense weight's own product.
+        let expected: Vec<f64> = (0..m * out)
+            .map(|at| {
+                let (x, w) = (&x[at / out * inputs..][..inputs], &dense[at % out * inputs..][..inputs]);
+                x.iter().zip(w).map(|(&x, &w)| f64::from(x) * f64::from(w)).sum()
+            })
+            .collect();
+        // In the rotated one: the oracle's product and its allowance.
+        rotation.apply(&mut x, inputs).unwrap();
+        let product = matrix.product(&x, m, options.contract, dtype);
+        // sum(|w * x|) bounds what relative errors of the rotated x and of the weights do.
+        let relative = dtype.half_ulp(1.0) + 64.0 * 2f64.powi(-24);
+        let weights =
+            if options.contract == Contract::Expanded { dtype.half_ulp(1.0) } else { 2f64.powi(-23) };
+        let mut worst = 0f64;
+        for (at, (&y, expected)) in y.iter().zip(expected).enumerate() {
+            let allowance = product.allowance(at, dtype, options.kernel.takes_tf32_allowance())
+                + (relative + weights) * product.magnitude[at];
+            worst = worst.max((f64::from(y) - expected).abs() / allowance);
+        }
+        println!("{backend:?} {geometry} {dtype:?} m={m}: {worst:.3} of the allowance");
+        assert!(worst <= 1.0, "{backend:?}: {worst}");
+    }
+}
+
+#[rstest]
+fn a_rotated_layer_has_gradients(#[values(Axis::Output, Axis::Input)] axis: Axis) {
+    let weights = matrix(axis).weights().with_rotation(Some(Rotation::new(256, 2).unwrap())).unwrap();
+    let dense = dequantize(&weights, MlxDtype::Float32).unwrap();
+    let product = move |args: &[Array]| vec![trellis_matmul(&args[0], &weights).unwrap()];
+    let (x, dy) = (x(&[3, 256], 4), x(&[3, 512], 5));
+    let (y, dx) = mlx_rs::transforms::vjp(product, from_ref(&x), from_ref(&dy)).unwrap();
+    close(&y[0], &exact_matmul(&x, &dense.t()), 1e-4);
+    close(&dx[0], &exact_matmul(&dy, &dense), 1e-4);
+}
+
+/// Quantized with a rotation and a searched scale, through a model's parameters, and from a file.
+#[rstest]
+fn a_layer_quantizes_rotated(#[values(AxisChoice::Input, AxisChoice::Output)] axis: AxisChoice) {
+    let mut dense = LinearBuilder::new(192, 256).build().unwrap();
+    // One input feature with weights ten times the others'.
+    let spike: Vec<f32> = (0..192).map(|i| if i == 5 { 10.0 } else { 1.0 }).collect();
+    dense.weight.value = &dense.weight.value * &Array::from_slice(&spike, &[192]);
+    let plain = QuantizeOptions { axis, ..QuantizeOptions::with_bits(3) };
+    let rotation = Rotation::new(1024, 7).unwrap();
+    let options = QuantizeOptions { rotation: Some(rotation), scale: ScaleRule::Search, ..plain.clone() };
+    let (_, before) = TrellisLinear::quantize_with_report(&dense, &plain).unwrap();
+    let (layer, report) = TrellisLinear::quantize_with_report(&dense, &options).unwrap();
+    assert_eq!(layer.rotation(), Some(rotation.fit(192).unwrap()));
+    println!("{axis:?}: {:.4} plain, {:.4} rotated", before.relative_mse(), report.relative_mse());
+    assert!(report.relative_mse() < 0.022, "{}", report.relative_mse());
+    let (w, q) = (values(&dense.weight.value), values(&layer.dequantize(MlxDtype::Float32).unwrap()));
+    let error: f64 = w.iter().zip(&q).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+    assert!((error - report.squared_error).abs() < 1e-3 * error, "{error} {}", report.squared_error);
+
+    let maybe = MaybeTrellis::new(dense).try_into_trellis(&options).unwrap();
+    let mut names: Vec<String> = maybe.parameters().flatten().keys().map(|k| k.to_string()).collect();
+    names.sort();
+    assert_eq!(names, ["bias", "scales", "weight"]);
+    assert_eq!(layer.try_forward(&ones::<f32>(&[0, 192]).unwrap()).unwrap().shape(), [0, 256]);
 }
 
 #[test]

@@ -27,6 +27,7 @@ struct Module {
     state_bits: u32,
     block: usize,
     interleaved: bool,
+    rotation: Option<String>,
     bias: bool,
     bytes: usize,
 }
@@ -56,6 +57,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
                 state_bits: g.state_bits(),
                 block: g.block(),
                 interleaved: g.layout() == Layout::Interleaved,
+                rotation: info.rotation.map(|r| r.to_string()),
                 bias: info.has_bias,
                 bytes: g.bytes(),
             }
@@ -76,7 +78,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     }
     for m in &modules {
         println!(
-            "{} [{}, {}] axis {} k={} L={} T={}{}{}, {:.2} MB",
+            "{} [{}, {}] axis {} k={} L={} T={}{}{}{}, {:.2} MB",
             m.path,
             m.out_features,
             m.in_features,
@@ -85,6 +87,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
             m.state_bits,
             m.block,
             if m.interleaved { " interleaved" } else { "" },
+            m.rotation.as_ref().map_or(String::new(), |r| format!(" {r}")),
             if m.bias { " with bias" } else { "" },
             m.bytes as f64 / 1e6
         );

@@ -1,8 +1,11 @@
 //! `trellis`: quantize, inspect, verify and measure trellis-coded weights.
 
 mod bench;
+mod dequantize;
 mod inspect;
 mod kernels;
+mod memory;
+mod progress;
 mod quantize;
 mod report;
 mod source;
@@ -26,7 +29,9 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Quantize the matrices of a safetensors file, a folder of them, or a GGUF file into a new folder
-    Quantize(quantize::Args),
+    Quantize(Box<quantize::Args>),
+    /// Decode a GGUF file or a quantized folder into a dense Hugging Face folder
+    Dequantize(dequantize::Args),
     /// Show what a quantized file or folder holds
     Inspect(inspect::Args),
     /// Compare decodes and products with reference cases
@@ -41,6 +46,7 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Quantize(args) => quantize::run(&args),
+        Command::Dequantize(args) => dequantize::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Verify(args) => verify::run(&args),
         Command::Kernels(args) => kernels::run(&args),

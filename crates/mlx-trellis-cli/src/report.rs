@@ -61,6 +61,15 @@ impl DtypeArg {
         }
     }
 
+    /// Its name in files.
+    pub(crate) fn file(self) -> trellis_codec::artifact::Dtype {
+        match self {
+            DtypeArg::Float32 => trellis_codec::artifact::Dtype::F32,
+            DtypeArg::Float16 => trellis_codec::artifact::Dtype::F16,
+            DtypeArg::Bfloat16 => trellis_codec::artifact::Dtype::BF16,
+        }
+    }
+
     /// MLX's name for it.
     pub(crate) fn mlx(self) -> mlx_rs::Dtype {
         match self {

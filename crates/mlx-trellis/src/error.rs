@@ -3,7 +3,7 @@
 use mlx_rs::Dtype;
 use mlx_rs::error::Exception;
 use thiserror::Error;
-use trellis_codec::{ArtifactError, EncodeError, GeometryError, PackError};
+use trellis_codec::{ArtifactError, EncodeError, GeometryError, PackError, RotationError};
 use trellis_kernels::Unsupported;
 
 /// What can go wrong with a trellis layer.
@@ -83,6 +83,9 @@ pub enum Error {
     /// A geometry outside the format.
     #[error(transparent)]
     Geometry(#[from] GeometryError),
+    /// A rotation outside the format, or one that does not fit its layer.
+    #[error(transparent)]
+    Rotation(#[from] RotationError),
     /// A slice that does not fit its geometry.
     #[error(transparent)]
     Pack(#[from] PackError),

@@ -14,13 +14,16 @@ mod ffi;
 mod linear;
 mod maybe;
 mod quantize;
+mod rotation;
 mod weights;
 
 pub use error::{CudaError, Error};
 pub use linear::TrellisLinear;
 pub use maybe::{MaybeTrellis, TrellisQuantizable};
 pub use quantize::{AUTO_SAMPLE_ROWS, AxisChoice, QuantizeOptions, choose_axis, quantize_weight};
-pub use trellis_codec::{Axis, EncodeReport, Encoded, Geometry, Layout, bf16, f16};
+pub use trellis_codec::{
+    Axis, EncodeReport, Encoded, Geometry, Layout, Rotation, RotationError, ScaleRule, bf16, f16,
+};
 pub use trellis_kernels::{Cuda, Gpu, Variant};
 pub use weights::{
     MatmulOptions, TrellisWeights, dequantize, problem, trellis_matmul, trellis_matmul_by,

@@ -9,11 +9,12 @@ use mlx_rs::module::{Module, ModuleParameters as _, Param};
 use mlx_rs::nn::Linear;
 use mlx_rs::{Array, Dtype};
 use trellis_codec::artifact::Artifact;
-use trellis_codec::{EncodeReport, Geometry};
+use trellis_codec::{EncodeReport, Geometry, Rotation};
 
 use crate::dispatch::Kernel;
 use crate::error::Error;
 use crate::quantize::{QuantizeOptions, quantize_weight};
+use crate::rotation::InputRotation;
 use crate::weights::{MatmulOptions, TrellisWeights, check_parameter, dequantize, problem, run};
 
 /// `y = x · Wᵀ + bias` with `W [out, in]` kept as trellis codes.
@@ -45,6 +46,7 @@ pub struct TrellisLinear {
     #[param]
     pub bias: Param<Option<Array>>,
     geometry: Geometry,
+    rotation: Option<InputRotation>,
     options: MatmulOptions,
 }
 
@@ -63,6 +65,7 @@ impl TrellisLinear {
             scales: Param::new(weights.scales().clone()),
             bias: Param::new(bias),
             geometry,
+            rotation: weights.input_rotation().cloned(),
             options: MatmulOptions::default(),
         };
         layer.freeze_parameters(true);
@@ -103,7 +106,7 @@ impl TrellisLinear {
             "weight",
             None,
         )?;
-        let weights = TrellisWeights::from_slices(&encoded.codes, &encoded.scales, encoded.geometry)?;
+        let weights = TrellisWeights::from_encoded(&encoded)?;
         Ok((Self::new(weights, linear.bias.value.clone())?, encoded.report))
     }
 
@@ -137,6 +140,12 @@ impl TrellisLinear {
         &self.geometry
     }
 
+    /// How the input is rotated before the product, if it is. Not a parameter: it belongs to the layer, as the geometry
+    /// does.
+    pub fn rotation(&self) -> Option<Rotation> {
+        self.rotation.as_ref().map(|r| r.rotation)
+    }
+
     /// `(out_features, in_features)`, as `nn::Linear::shape`.
     pub fn shape(&self) -> (i32, i32) {
         (self.geometry.out_features() as i32, self.geometry.in_features() as i32)
@@ -147,10 +156,12 @@ impl TrellisLinear {
     /// # Errors
     /// [`Error::Parameter`] if a parameter was replaced by an array of another dtype or shape.
     pub fn weights(&self) -> Result<TrellisWeights, Error> {
-        TrellisWeights::new(self.weight.value.clone(), self.scales.value.clone(), self.geometry)
+        let weights =
+            TrellisWeights::new(self.weight.value.clone(), self.scales.value.clone(), self.geometry)?;
+        Ok(weights.with_input_rotation(self.rotation.clone()))
     }
 
-    /// The lazy dense weight `W [out, in]` in `dtype`.
+    /// The lazy dense weight `W [out, in]` in `dtype`, in the original basis.
     ///
     /// # Errors
     /// As [`TrellisLinear::weights`] and [`dequantize`].

@@ -2,7 +2,8 @@
 
 use trellis_codec::format::{DEFAULT_BLOCK, DEFAULT_STATE_BITS, WORD_BITS};
 use trellis_codec::{
-    Axis, EncodeOptions, Encoded, Encoder, Geometry, GeometryError, Layout, encode, stored_rows,
+    Axis, EncodeError, EncodeOptions, Encoded, Encoder, Geometry, GeometryError, Layout, PackError, Rotation,
+    ScaleRule, encode, stored_rows,
 };
 
 use crate::error::Error;
@@ -41,6 +42,11 @@ pub struct QuantizeOptions {
     /// Store neighbouring blocks side by side where the format allows it (axis 0, `k` = 3, `T` = 256, `L` = 12, even
     /// number of blocks); elsewhere row-major. Default `false`.
     pub interleave: bool,
+    /// How each stored row's scale is chosen. Default [`ScaleRule::Rms`].
+    pub scale: ScaleRule,
+    /// Rotate the layer's input, in the largest blocks up to this rotation's that divide the input features. Default
+    /// `None`.
+    pub rotation: Option<Rotation>,
 }
 
 impl Default for QuantizeOptions {
@@ -51,6 +57,8 @@ impl Default for QuantizeOptions {
             state_bits: DEFAULT_STATE_BITS,
             block: None,
             interleave: false,
+            scale: ScaleRule::Rms,
+            rotation: None,
         }
     }
 }
@@ -87,11 +95,12 @@ impl QuantizeOptions {
 /// Encodes `weight`, the row-major `W [out_features, in_features]` in binary32 or in any type that widens to it.
 ///
 /// `tensor` names the weight in errors; `progress` is told the number of weights finished, from any thread.
-/// Deterministic: the same bytes for any number of threads.
+/// Deterministic: the same bytes for any number of threads. With [`QuantizeOptions::rotation`] a rotated copy of the
+/// weight is made in binary32; without, no more than some rows are ever widened.
 ///
 /// # Errors
-/// Options outside the format, a shape that does not divide into blocks, a weight that is NaN or infinite or whose
-/// scale is.
+/// Options outside the format, a shape that does not divide into blocks, a rotation that does not fit, a weight that is
+/// NaN or infinite or whose scale is.
 pub fn quantize_weight<T: Copy + Into<f32>>(
     weight: &[T],
     out_features: usize,
@@ -100,12 +109,68 @@ pub fn quantize_weight<T: Copy + Into<f32>>(
     tensor: &str,
     progress: Option<&(dyn Fn(usize) + Sync)>,
 ) -> Result<Encoded, Error> {
-    let axis = choose_axis(weight, out_features, in_features, options, tensor)?;
-    let mut geometry = options.geometry(axis, out_features, in_features)?;
+    let shape = (out_features, in_features);
+    let Some((rotation, rotated)) = rotate(weight, shape, options, tensor)? else {
+        return encode_weight(weight, shape, options, tensor, progress);
+    };
+    let encoded = encode_weight(&rotated, shape, options, tensor, progress)?;
+    Ok(Encoded { rotation: Some(rotation), ..encoded })
+}
+
+/// The axis that `options` asks for, decided by measured error (of the rotated weight, if it is to be rotated) where it
+/// leaves the choice open.
+///
+/// # Errors
+/// As [`quantize_weight`].
+pub fn choose_axis<T: Copy + Into<f32>>(
+    weight: &[T],
+    out_features: usize,
+    in_features: usize,
+    options: &QuantizeOptions,
+    tensor: &str,
+) -> Result<Axis, Error> {
+    let shape = (out_features, in_features);
+    match rotate(weight, shape, options, tensor)? {
+        Some((_, rotated)) => axis(&rotated, shape, options, tensor),
+        None => axis(weight, shape, options, tensor),
+    }
+}
+
+/// The rotation that `options` asks for, fitted to the layer, and the weight so rotated.
+fn rotate<T: Copy + Into<f32>>(
+    weight: &[T],
+    (out_features, in_features): (usize, usize),
+    options: &QuantizeOptions,
+    tensor: &str,
+) -> Result<Option<(Rotation, Vec<f32>)>, Error> {
+    let Some(rotation) = options.rotation else { return Ok(None) };
+    let rotation = rotation.fit(in_features)?;
+    let expected = out_features * in_features;
+    if weight.len() != expected {
+        return Err(PackError::Length { what: "weight", found: weight.len(), expected }.into());
+    }
+    let mut rotated: Vec<f32> = weight.iter().map(|&w| w.into()).collect();
+    // A rotation would spread it over its block.
+    if let Some(at) = rotated.iter().position(|w| !w.is_finite()) {
+        let (row, col, value) = (at / in_features, at % in_features, rotated[at]);
+        return Err(EncodeError::NotFinite { tensor: tensor.into(), row, col, value }.into());
+    }
+    rotation.apply(&mut rotated, in_features)?;
+    Ok(Some((rotation, rotated)))
+}
+
+fn encode_weight<T: Copy + Into<f32>>(
+    weight: &[T],
+    shape: (usize, usize),
+    options: &QuantizeOptions,
+    tensor: &str,
+    progress: Option<&(dyn Fn(usize) + Sync)>,
+) -> Result<Encoded, Error> {
+    let mut geometry = options.geometry(axis(weight, shape, options, tensor)?, shape.0, shape.1)?;
     if options.interleave {
         geometry = geometry.with_layout(Layout::Interleaved).unwrap_or(geometry);
     }
-    let options = EncodeOptions { tensor, progress, ..EncodeOptions::default() };
+    let options = EncodeOptions { tensor, progress, scale: options.scale, ..EncodeOptions::default() };
     let mut encoder = Encoder::new(&geometry, &options)?;
     // Some rows at a time, so that the binary32 (and for axis 0 transposed) copy is never whole.
     let step = (CHUNK_WEIGHTS / geometry.cols()).max(1);
@@ -116,14 +181,9 @@ pub fn quantize_weight<T: Copy + Into<f32>>(
     Ok(encoder.finish()?)
 }
 
-/// The axis that `options` asks for, decided by measured error where it leaves the choice open.
-///
-/// # Errors
-/// As [`quantize_weight`].
-pub fn choose_axis<T: Copy + Into<f32>>(
+fn axis<T: Copy + Into<f32>>(
     weight: &[T],
-    out_features: usize,
-    in_features: usize,
+    (out_features, in_features): (usize, usize),
     options: &QuantizeOptions,
     tensor: &str,
 ) -> Result<Axis, Error> {
@@ -139,7 +199,8 @@ pub fn choose_axis<T: Copy + Into<f32>>(
     };
     match (fits(Axis::Input)?, fits(Axis::Output)?) {
         (Some(input), Some(output)) => {
-            let error = |geometry: &Geometry| sample_error(weight, geometry, tensor);
+            let encode_options = EncodeOptions { tensor, scale: options.scale, ..EncodeOptions::default() };
+            let error = |geometry: &Geometry| sample_error(weight, geometry, &encode_options);
             Ok(if error(&output)? < error(&input)? { Axis::Output } else { Axis::Input })
         }
         (Some(_), None) => Ok(Axis::Input),
@@ -151,7 +212,11 @@ pub fn choose_axis<T: Copy + Into<f32>>(
 }
 
 /// Relative squared error on evenly spaced rows of the stored matrix.
-fn sample_error<T: Copy + Into<f32>>(weight: &[T], geometry: &Geometry, tensor: &str) -> Result<f64, Error> {
+fn sample_error<T: Copy + Into<f32>>(
+    weight: &[T],
+    geometry: &Geometry,
+    options: &EncodeOptions<'_>,
+) -> Result<f64, Error> {
     let (rows, cols) = (geometry.rows(), geometry.cols());
     let n = rows.min(AUTO_SAMPLE_ROWS);
     let sampled =
@@ -161,6 +226,5 @@ fn sample_error<T: Copy + Into<f32>>(weight: &[T], geometry: &Geometry, tensor: 
         let row = i * rows / n;
         sample.extend(stored_rows(geometry, weight, row..row + 1)?);
     }
-    let encoded = encode(&sampled, &sample, &EncodeOptions { tensor, ..EncodeOptions::default() })?;
-    Ok(encoded.report.relative_mse())
+    Ok(encode(&sampled, &sample, options)?.report.relative_mse())
 }

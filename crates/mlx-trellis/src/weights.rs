@@ -1,14 +1,17 @@
 //! A trellis-coded matrix as MLX arrays, and the two things done with it: multiply and decode.
 
+use std::borrow::Cow;
+
 use mlx_rs::{Array, Dtype as MlxDtype};
 use trellis_codec::artifact::TrellisModule;
 use trellis_codec::reference::Dtype;
-use trellis_codec::{Axis, Geometry};
+use trellis_codec::{Axis, Encoded, Geometry, Rotation};
 use trellis_kernels::{Gpu, Variant};
 
 use crate::backend;
 use crate::dispatch::{self, Choice, Device, Kernel, Problem};
 use crate::error::Error;
+use crate::rotation::InputRotation;
 
 /// Codes, scales and geometry of one layer's weight, checked against each other when made.
 ///
@@ -18,6 +21,7 @@ pub struct TrellisWeights {
     codes: Array,
     scales: Array,
     geometry: Geometry,
+    rotation: Option<InputRotation>,
 }
 
 impl TrellisWeights {
@@ -30,7 +34,7 @@ impl TrellisWeights {
         check_dims(&geometry)?;
         check_parameter("weight", &codes, MlxDtype::Uint32, "uint32", &geometry.codes_shape(), &geometry)?;
         check_parameter("scales", &scales, MlxDtype::Float16, "float16", &[geometry.rows()], &geometry)?;
-        Ok(Self { codes, scales, geometry })
+        Ok(Self { codes, scales, geometry, rotation: None })
     }
 
     /// Weights from code words and scales in memory, which are copied.
@@ -77,7 +81,26 @@ impl TrellisWeights {
     /// # Errors
     /// As [`TrellisWeights::from_slices`].
     pub fn from_module(module: &TrellisModule<'_>) -> Result<Self, Error> {
-        Self::from_slices(&module.codes, &module.scales, module.geometry)
+        Self::from_slices(&module.codes, &module.scales, module.geometry)?.with_rotation(module.rotation)
+    }
+
+    /// Weights that an encoder made.
+    ///
+    /// # Errors
+    /// As [`TrellisWeights::from_slices`].
+    pub fn from_encoded(encoded: &Encoded) -> Result<Self, Error> {
+        Self::from_slices(&encoded.codes, &encoded.scales, encoded.geometry)?.with_rotation(encoded.rotation)
+    }
+
+    /// The same codes as those of a rotated weight, or not: products rotate x first, and [`dequantize`] turns the weight
+    /// back.
+    ///
+    /// # Errors
+    /// [`Error::Rotation`] if the rotation's block does not divide the input features.
+    pub fn with_rotation(mut self, rotation: Option<Rotation>) -> Result<Self, Error> {
+        let rotation = rotation.map(|rotation| InputRotation::new(rotation, self.geometry.in_features()));
+        self.rotation = rotation.transpose()?;
+        Ok(self)
     }
 
     /// Code words, uint32 of [`Geometry::codes_shape`].
@@ -93,6 +116,28 @@ impl TrellisWeights {
     /// Shape and coding parameters.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry
+    }
+
+    /// How the input is rotated, if it is.
+    pub fn rotation(&self) -> Option<Rotation> {
+        self.rotation.as_ref().map(|r| r.rotation)
+    }
+
+    pub(crate) fn input_rotation(&self) -> Option<&InputRotation> {
+        self.rotation.as_ref()
+    }
+
+    pub(crate) fn with_input_rotation(mut self, rotation: Option<InputRotation>) -> Self {
+        self.rotation = rotation;
+        self
+    }
+
+    /// x in the basis of the codes.
+    fn rotated<'a>(&self, x: &'a Array) -> Result<Cow<'a, Array>, Error> {
+        match &self.rotation {
+            Some(rotation) => Ok(Cow::Owned(rotation.apply(x)?)),
+            None => Ok(Cow::Borrowed(x)),
+        }
     }
 }
 
@@ -172,13 +217,14 @@ pub fn trellis_matmul_by(
     run(x, weights, &problem(x, &weights.geometry, options)?, choice)
 }
 
-/// The lazy product by a kernel that was chosen for the problem.
+/// The lazy product by a kernel that was chosen for the problem; x is rotated first if the weights are.
 pub(crate) fn run(
     x: &Array,
     weights: &TrellisWeights,
     problem: &Problem,
     choice: &Choice,
 ) -> Result<Array, Error> {
+    let x = &*weights.rotated(x)?;
     match choice.kernel {
         Kernel::Empty => {
             let shape = output_shape(x, &weights.geometry);
@@ -220,21 +266,30 @@ pub fn problem(x: &Array, geometry: &Geometry, options: MatmulOptions) -> Result
 }
 
 /// The lazy dense weight `W [out, in]` in `dtype` (float32, float16 or bfloat16), each weight rounded once (contract
-/// E). For axis 0 it is a transposed view of the stored matrix. Nothing is evaluated.
+/// E). For axis 0 it is a transposed view of the stored matrix. A rotated weight is turned back in float32 and then
+/// rounded. Nothing is evaluated.
 ///
 /// # Errors
 /// [`Error::Dtype`] for another dtype.
 pub fn dequantize(weights: &TrellisWeights, dtype: MlxDtype) -> Result<Array, Error> {
-    let dtype = self::dtype("dtype", dtype)?;
+    let asked = dtype;
+    let dtype = match weights.rotation {
+        Some(_) => self::dtype("dtype", asked).map(|_| Dtype::F32)?,
+        None => self::dtype("dtype", asked)?,
+    };
     let problem = Problem::new(weights.geometry, 0, dtype);
     let stored = match Device::current() {
         Device { metal: Some(gpu), .. } => backend::metal::stored(weights, &problem, gpu)?,
         Device { cuda: Some(cuda), .. } => backend::cuda::stored(weights, &problem, Gpu::Cuda(cuda))?,
         _ => backend::cpu::expand(weights, dtype)?,
     };
-    match weights.geometry.axis() {
-        Axis::Output => Ok(stored.transpose()?),
-        Axis::Input => Ok(stored),
+    let weight = match weights.geometry.axis() {
+        Axis::Output => stored.transpose()?,
+        Axis::Input => stored,
+    };
+    match &weights.rotation {
+        Some(rotation) => Ok(rotation.undo(&weight)?.as_dtype(asked)?),
+        None => Ok(weight),
     }
 }
 

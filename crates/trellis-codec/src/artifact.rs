@@ -10,6 +10,12 @@
 //!                                      "trellis": { "L": 12, "code": "1mad", "axis": 0 } } }
 //! ```
 //!
+//! A module whose input is rotated ([`rotation`](crate::rotation)) has another code, and its rotation, both required:
+//!
+//! ```json
+//! "trellis": { "L": 12, "code": "1mad-hadamard", "axis": 0, "rotation": { "block": 512, "seed": 1 } }
+//! ```
+//!
 //! Where the format leaves room, this is what the reader does:
 //!
 //! - A path that starts with `model.language_model.` may also be spelled `language_model.model.`, in tensor names
@@ -61,10 +67,11 @@ use serde_json::{Map, Value};
 
 use crate::error::ArtifactError;
 use crate::format::{Geometry, INTERLEAVE_WORDS, Layout, WORD_BITS};
+use crate::rotation::Rotation;
 use config::{Config, canonical, twin};
 pub use config::{Entry, KeySpace, Quantization, TrellisEntry};
 pub use tensors::{RawTensor, Tensors};
-pub use writer::{ArtifactWriter, Summary, WriteOptions};
+pub use writer::{ARTIFACT_FOLDER, ArtifactWriter, REPLACED_FOLDER, Summary, WriteOptions};
 
 const CONFIG_FILE: &str = "config.json";
 const SINGLE_FILE: &str = "model.safetensors";
@@ -78,6 +85,8 @@ pub struct ModuleInfo {
     pub path: String,
     /// Shape, coding parameters and layout.
     pub geometry: Geometry,
+    /// How its input is rotated, if it is: the codes are those of the rotated weight.
+    pub rotation: Option<Rotation>,
     /// Whether it has a bias.
     pub has_bias: bool,
 }
@@ -89,6 +98,8 @@ pub struct TrellisModule<'a> {
     pub path: &'a str,
     /// Shape, coding parameters and layout.
     pub geometry: Geometry,
+    /// How the layer's input is rotated, if it is: the codes are those of the rotated weight.
+    pub rotation: Option<Rotation>,
     /// Code words, [`Geometry::words`] of them, of shape [`Geometry::codes_shape`].
     pub codes: Cow<'a, [u32]>,
     /// Scales `[rows]`, all finite; zero and negative ones are valid.
@@ -116,7 +127,8 @@ impl Artifact {
     ///
     /// # Errors
     /// As [`Tensors::open`]; an unreadable or malformed `config.json`; a trellis entry with unknown keys, a code
-    /// other than "1mad", or `k`, `L`, `T` out of range; entries that contradict each other; a trellis entry
+    /// that this version does not know, `k`, `L`, `T` out of range, or a rotation out of range or whose block
+    /// does not divide the input features; entries that contradict each other; a trellis entry
     /// without codes or scales; codes that are not uint32 or whose shape contradicts the entry; scales that are
     /// not float16, not one for each stored row, or not finite; a bias that is not one number for each output
     /// feature; any other tensor under a trellis module's path.
@@ -124,13 +136,18 @@ impl Artifact {
         let path = path.as_ref();
         let tensors = Tensors::open(path)?;
         let folder = if path.is_dir() { path } else { path.parent().unwrap_or(Path::new("")) };
-        let config = Config::read(&folder.join(CONFIG_FILE))?;
+        let config_file = folder.join(CONFIG_FILE);
+        let config = Config::read(&config_file)?;
         let mut modules = Vec::new();
         let mut lookup = HashMap::new();
         for (key, entry) in &config.entries {
             let Entry::Trellis(entry) = entry else { continue };
             lookup.insert(canonical(key), modules.len());
-            modules.push(module_info(&tensors, key, entry)?);
+            let info = module_info(&tensors, key, entry)?;
+            if let Some(rotation) = &info.rotation {
+                check_rotation(&config_file, key, rotation, &info.geometry)?;
+            }
+            modules.push(info);
         }
         let artifact = Self { tensors, config, modules, lookup };
         let unknown = artifact.tensors.names().find_map(|name| artifact.owner(name).filter(|o| !o.known));
@@ -155,10 +172,11 @@ impl Artifact {
     pub fn module(&self, path: &str) -> Result<TrellisModule<'_>, ArtifactError> {
         let bytes = |name: &str| self.tensors.exact(name).map(|t| t.bytes);
         let found = self.lookup.get(&canonical(path)).and_then(|&i| {
-            let ModuleInfo { path, geometry, .. } = &self.modules[i];
+            let ModuleInfo { path, geometry, rotation, .. } = &self.modules[i];
             Some(TrellisModule {
                 path,
                 geometry: *geometry,
+                rotation: *rotation,
                 codes: numbers(bytes(&codes_name(path))?, u32::from_le_bytes),
                 scales: numbers(bytes(&scales_name(path))?, f16::from_le_bytes),
                 bias: self.tensors.exact(&bias_name(path)),
@@ -242,7 +260,7 @@ fn module_info(tensors: &Tensors, key: &str, entry: &TrellisEntry) -> Result<Mod
         let name = bias_name(&path);
         check_bias(tensors.file_of(&name), &name, bias.shape, &geometry)?;
     }
-    Ok(ModuleInfo { path, geometry, has_bias: bias.is_some() })
+    Ok(ModuleInfo { path, geometry, rotation: entry.rotation, has_bias: bias.is_some() })
 }
 
 /// The geometry that follows from the codes' shape and the entry's parameters.
@@ -252,7 +270,7 @@ fn geometry(
     codes: &RawTensor<'_>,
     entry: &TrellisEntry,
 ) -> Result<Geometry, ArtifactError> {
-    let &TrellisEntry { bits, block, state_bits, axis } = entry;
+    let &TrellisEntry { bits, block, state_bits, axis, .. } = entry;
     let (file, found) = (tensors.file_of(&tensor).to_owned(), codes.shape.to_vec());
     if codes.dtype != Dtype::U32 {
         return Err(ArtifactError::CodesDtype { file, tensor, found: codes.dtype });
@@ -317,6 +335,18 @@ fn check_bias(file: &Path, tensor: &str, shape: &[usize], geometry: &Geometry) -
     }
     let (file, tensor, found) = (file.to_owned(), tensor.to_owned(), shape.to_vec());
     Err(ArtifactError::BiasShape { file, tensor, found, expected })
+}
+
+fn check_rotation(
+    file: &Path,
+    module: &str,
+    rotation: &Rotation,
+    geometry: &Geometry,
+) -> Result<(), ArtifactError> {
+    rotation.check(geometry.in_features()).map_err(|source| {
+        let (file, module) = (file.to_owned(), module.to_owned());
+        ArtifactError::Rotation { file, module, source }
+    })
 }
 
 fn codes_name(path: &str) -> String {

@@ -9,6 +9,7 @@ use thiserror::Error;
 
 use crate::encode::EncodeLevel;
 use crate::format::Geometry;
+use crate::rotation::{MAX_ROTATION_BLOCK, MAX_ROTATION_SEED};
 
 /// A geometry that the format does not have.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -67,6 +68,32 @@ pub enum GeometryError {
     Interleave {
         /// The geometry refused.
         geometry: Box<Geometry>,
+    },
+}
+
+/// A rotation that the format does not have, or one that does not fit its layer.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum RotationError {
+    /// A block that no rotation has.
+    #[error("rotation block is {found}, expected a power of two from 2 to {MAX_ROTATION_BLOCK}")]
+    Block {
+        /// The block given.
+        found: usize,
+    },
+    /// A seed that not every JSON reader holds.
+    #[error("rotation seed is {found}, expected at most {MAX_ROTATION_SEED}")]
+    Seed {
+        /// The seed given.
+        found: u64,
+    },
+    /// A block that does not divide the input features.
+    #[error("rotation block is {block}, expected one that divides the {in_features} input features")]
+    Features {
+        /// The block given.
+        block: usize,
+        /// The layer's input features.
+        in_features: usize,
     },
 }
 
@@ -243,8 +270,11 @@ pub enum ArtifactError {
         /// What it should be.
         expected: &'static str,
     },
-    /// A `code` other than "1mad".
-    #[error("{}: module {module}: code: found {found:?}, expected \"1mad\"", file.display())]
+    /// A `code` other than "1mad" and "1mad-hadamard".
+    #[error(
+        "{}: module {module}: code: found {found:?}, expected \"1mad\" or \"1mad-hadamard\"",
+        file.display()
+    )]
     Code {
         /// The `config.json`.
         file: PathBuf,
@@ -262,6 +292,16 @@ pub enum ArtifactError {
         module: String,
         /// The parameter, what was found and what was expected.
         source: GeometryError,
+    },
+    /// A rotation out of range, or one that does not fit the module.
+    #[error("{}: module {module}: {source}", file.display())]
+    Rotation {
+        /// The `config.json`.
+        file: PathBuf,
+        /// The module.
+        module: String,
+        /// What was found and what was expected.
+        source: RotationError,
     },
     /// Two entries for the same module that contradict each other.
     #[error("{}: module {module}: found {found}, expected {expected}", file.display())]
@@ -452,6 +492,14 @@ pub enum ArtifactError {
         module: String,
         /// How many trellis modules there are.
         found: usize,
+    },
+    /// A tensor asked for that the files do not have.
+    #[error("{}: tensor {tensor}: found no such tensor, expected it", file.display())]
+    NoTensor {
+        /// The file or folder.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
     },
     /// A destination that cannot name a folder.
     #[error("{}: found no folder name at its end, expected one", path.display())]

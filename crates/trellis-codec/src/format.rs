@@ -45,6 +45,9 @@ pub const FLOAT_LIFT_BIAS: f32 = 8_389_118.0;
 
 /// Name of the code in `config.json`.
 pub const CODE_NAME: &str = "1mad";
+/// Its name for a module whose input is rotated (see [`rotation`](crate::rotation)): another one, so that a reader that
+/// does not know of rotations refuses the module.
+pub const ROTATED_CODE_NAME: &str = "1mad-hadamard";
 /// Value of `mode` in a module's `config.json` entry.
 pub const MODE_NAME: &str = "trellis";
 

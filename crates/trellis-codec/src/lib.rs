@@ -2,7 +2,7 @@
 //!
 //! [`format`](mod@format) states it; [`pack`] turns trellis states into words and back; [`codebook`] gives a
 //! state its value; [`mod@reference`] is the float64 oracle every back end is tested against; [`artifact`] reads
-//! and writes files; [`cases`] reads folders of reference cases.
+//! and writes files; [`rotation`] turns a layer's input; [`cases`] reads folders of reference cases.
 #![deny(unsafe_code)]
 
 pub mod artifact;
@@ -16,8 +16,12 @@ mod ffi {
 pub mod format;
 pub mod pack;
 pub mod reference;
+pub mod rotation;
 
-pub use encode::{EncodeLevel, EncodeOptions, EncodeReport, Encoded, Encoder, encode, stored_rows};
-pub use error::{ArtifactError, EncodeError, GeometryError, PackError};
+pub use encode::{
+    EncodeLevel, EncodeOptions, EncodeReport, Encoded, Encoder, ScaleRule, encode, stored_rows,
+};
+pub use error::{ArtifactError, EncodeError, GeometryError, PackError, RotationError};
 pub use format::{Axis, Geometry, Layout};
 pub use half::{bf16, f16};
+pub use rotation::Rotation;

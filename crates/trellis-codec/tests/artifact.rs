@@ -13,7 +13,7 @@ use trellis_codec::artifact::{
     Artifact, ArtifactWriter, Dtype, Entry, KeySpace, Quantization, RawTensor, Tensors, TrellisEntry,
     WriteOptions,
 };
-use trellis_codec::{ArtifactError, Axis, Geometry, Layout, cases, f16};
+use trellis_codec::{ArtifactError, Axis, EncodeReport, Encoded, Geometry, Layout, Rotation, cases, f16};
 
 const MODULE: &str = "model.layers.0.mlp.down_proj";
 const CODES: &str = "model.layers.0.mlp.down_proj.weight";
@@ -67,6 +67,11 @@ impl Source {
 
     fn trellis(&mut self) -> &mut Value {
         &mut self.entry(MODULE)["trellis"]
+    }
+
+    fn rotate(&mut self, rotation: Value) {
+        self.trellis()["code"] = json!("1mad-hadamard");
+        self.trellis()["rotation"] = rotation;
     }
 
     fn scale(&mut self, row: usize, scale: f16) {
@@ -200,7 +205,7 @@ fn entries_say_what_the_config_says() {
     *source.entry("b") = json!(true);
     *source.entry("c") = json!({ "bits": 8, "group_size": 32 });
     let artifact = source.open().unwrap();
-    let trellis = TrellisEntry { bits: 3, block: 256, state_bits: 12, axis: Axis::Input };
+    let trellis = TrellisEntry { bits: 3, block: 256, state_bits: 12, axis: Axis::Input, rotation: None };
     assert_eq!(artifact.entry(MODULE), Entry::Trellis(trellis));
     assert_eq!(artifact.entry("a"), Entry::NotQuantized);
     assert_eq!(artifact.entry("b"), Entry::Default);
@@ -239,6 +244,26 @@ fn a_model_without_trellis_modules_opens() {
     &["config.json", MODULE, "\"rotation\"", "bits, group_size, mode, trellis"])]
 #[case::unknown_trellis_key("EntryKey", |s: &mut Source| s.trellis()["T"] = json!(256),
     &["config.json", MODULE, "\"T\"", "L, code, axis"])]
+#[case::rotation_of_a_plain_code("EntryKey", |s: &mut Source| s.trellis()["rotation"] = json!({ "block": 64, "seed": 1 }),
+    &["config.json", MODULE, "\"rotation\"", "L, code, axis in trellis"])]
+#[case::no_rotation("EntryValue", |s: &mut Source| s.trellis()["code"] = json!("1mad-hadamard"),
+    &["config.json", MODULE, "rotation: found nothing", "an object"])]
+#[case::rotation_kind("EntryValue", |s: &mut Source| s.rotate(json!(64)),
+    &["config.json", MODULE, "rotation: found a number", "an object"])]
+#[case::rotation_key("EntryKey", |s: &mut Source| s.rotate(json!({ "block": 64, "seed": 1, "axis": 0 })),
+    &["config.json", MODULE, "\"axis\"", "block, seed in rotation"])]
+#[case::rotation_without_block("EntryValue", |s: &mut Source| s.rotate(json!({ "seed": 1 })),
+    &["config.json", MODULE, "block: found nothing", "whole number"])]
+#[case::rotation_seed_text("EntryValue", |s: &mut Source| s.rotate(json!({ "block": 64, "seed": "1" })),
+    &["config.json", MODULE, "seed: found \"1\"", "whole number"])]
+#[case::rotation_seed_negative("EntryValue", |s: &mut Source| s.rotate(json!({ "block": 64, "seed": -1 })),
+    &["config.json", MODULE, "seed: found -1", "whole number"])]
+#[case::rotation_block("Rotation", |s: &mut Source| s.rotate(json!({ "block": 96, "seed": 1 })),
+    &["config.json", MODULE, "block is 96", "power of two from 2 to 1024"])]
+#[case::rotation_seed("Rotation", |s: &mut Source| s.rotate(json!({ "block": 64, "seed": 9007199254740992u64 })),
+    &["config.json", MODULE, "seed is 9007199254740992", "at most 9007199254740991"])]
+#[case::rotation_does_not_fit("Rotation", |s: &mut Source| s.rotate(json!({ "block": 512, "seed": 1 })),
+    &["config.json", MODULE, "block is 512", "divides the 256 input features"])]
 #[case::other_code("Code", |s: &mut Source| s.trellis()["code"] = json!("3inst"),
     &["config.json", MODULE, "\"3inst\"", "\"1mad\""])]
 #[case::code_number("EntryValue", |s: &mut Source| s.trellis()["code"] = json!(1),
@@ -596,6 +621,36 @@ fn round_trip() {
             assert_eq!(shard("flag"), format!("model-00001-of-{count:05}.safetensors"));
         }
     }
+}
+
+#[test]
+fn rotated_modules_round_trip() {
+    let (_folder, path) = destination();
+    let geometry = Geometry::new(Axis::Output, 3, 12, 256, 48, 256).unwrap();
+    let encoded = |block| Encoded {
+        geometry,
+        rotation: Some(Rotation::new(block, 77).unwrap()),
+        codes: codes(&geometry),
+        scales: scales(&geometry),
+        report: EncodeReport::default(),
+    };
+    let mut writer = ArtifactWriter::create(&path, WriteOptions::default()).unwrap();
+    let misfit = writer.add_encoded("a", &encoded(32), None);
+    assert_refused(misfit, "Rotation", &["config.json", "module a", "block is 32", "48 input features"]);
+    writer.add_encoded("a", &encoded(16), None).unwrap();
+    writer.add_module("b", &geometry, &codes(&geometry), &scales(&geometry), None).unwrap();
+    writer.finish().unwrap();
+
+    let artifact = Artifact::open(&path).unwrap();
+    assert_eq!(artifact.module("a").unwrap().rotation, encoded(16).rotation);
+    assert_eq!(artifact.modules()[0].rotation, encoded(16).rotation);
+    assert_eq!(artifact.module("b").unwrap().rotation, None);
+    assert_eq!(
+        artifact.config()["quantization"]["a"].to_string(),
+        r#"{"bits":3,"group_size":256,"mode":"trellis","trellis":{"L":12,"code":"1mad-hadamard","axis":0,"rotation":{"block":16,"seed":77}}}"#
+    );
+    let entry = artifact.entry("a").to_string();
+    assert_eq!(entry, "mode trellis, axis 0, bits 3, group_size 256, L 12, rotation block 16 seed 77");
 }
 
 #[test]

@@ -7,8 +7,8 @@ use rand::{SeedableRng, rngs::SmallRng};
 use rand_distr::{Distribution, StandardNormal};
 use trellis_codec::reference::{self, Contract, Dtype};
 use trellis_codec::{
-    Axis, EncodeError, EncodeLevel, EncodeOptions, Encoded, Encoder, Geometry, Layout, bf16, codebook,
-    encode, f16, pack, stored_rows,
+    Axis, EncodeError, EncodeLevel, EncodeOptions, Encoded, Encoder, Geometry, Layout, ScaleRule, bf16,
+    codebook, encode, f16, pack, stored_rows,
 };
 
 fn options(tensor: &str) -> EncodeOptions<'_> {
@@ -151,6 +151,30 @@ fn an_outlier_does_not_drown_its_block() {
     assert!(mse < 0.0057, "{mse}");
 }
 
+/// Rows with a few large entries, as models have them: the searched scale loses less. On Gaussian rows too, a little.
+#[test]
+fn a_searched_scale_loses_less_where_rows_have_outliers() {
+    for (k, bar) in [(1, 1.0), (2, 0.95), (3, 0.65), (4, 0.3)] {
+        let g = Geometry::new(Axis::Input, k, 12, 256, 16, 512).unwrap();
+        let gaussian = gaussian(5, g.rows() * g.cols());
+        let ratio = |weights: &[f32]| {
+            let error = |scale| {
+                let encoded = encode(&g, weights, &EncodeOptions { scale, ..options("") }).unwrap();
+                let (error, _) = oracle(weights, &encoded);
+                assert!((error / encoded.report.squared_error - 1.0).abs() < 1e-6);
+                error
+            };
+            error(ScaleRule::Search) / error(ScaleRule::Rms)
+        };
+        let spiky: Vec<f32> =
+            gaussian.iter().enumerate().map(|(i, w)| if i % 64 == 5 { w * 4.0 } else { *w }).collect();
+        let (plain, with_outliers) = (ratio(&gaussian), ratio(&spiky));
+        println!("k={k}: Gaussian {plain:.4}, with outliers {with_outliers:.4} of the rms rule's error");
+        assert!(plain < 1.0, "k={k}: {plain}");
+        assert!(with_outliers < bar, "k={k}: {with_outliers}");
+    }
+}
+
 fn pool(threads: usize) -> rayon::ThreadPool {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap()
 }
@@ -165,8 +189,9 @@ fn levels_and_threads_give_the_same_bytes() {
         let g = Geometry::new(Axis::Input, k, l, t, 3, 7 * t).unwrap();
         let mut weights = gaussian(7, g.rows() * g.cols());
         weights[g.cols()..2 * g.cols()].fill(0.0);
+        let scale = if l == 12 { ScaleRule::Search } else { ScaleRule::Rms };
         let run = |level, threads| {
-            let options = EncodeOptions { level, ..options("") };
+            let options = EncodeOptions { level, scale, ..options("") };
             pool(threads).install(|| encode(&g, &weights, &options)).unwrap()
         };
         let expected = run(EncodeLevel::Scalar, 1);

@@ -8,7 +8,10 @@ use serde_json::{Map, Value};
 
 use super::tensors::read_json;
 use crate::error::ArtifactError;
-use crate::format::{Axis, CODE_NAME, DEFAULT_BLOCK, DEFAULT_STATE_BITS, Geometry, MODE_NAME};
+use crate::format::{
+    Axis, CODE_NAME, DEFAULT_BLOCK, DEFAULT_STATE_BITS, Geometry, MODE_NAME, ROTATED_CODE_NAME,
+};
+use crate::rotation::Rotation;
 
 /// The section mlx reads.
 pub(super) const SECTION: &str = "quantization";
@@ -70,12 +73,15 @@ pub struct TrellisEntry {
     pub state_bits: u32,
     /// The axis blocks run along.
     pub axis: Axis,
+    /// How the layer's input is rotated, if it is.
+    pub rotation: Option<Rotation>,
 }
 
 impl fmt::Display for TrellisEntry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { bits, block, state_bits, axis } = self;
-        write!(f, "axis {}, bits {bits}, group_size {block}, L {state_bits}", axis.index())
+        let Self { bits, block, state_bits, axis, rotation } = self;
+        write!(f, "axis {}, bits {bits}, group_size {block}, L {state_bits}", axis.index())?;
+        rotation.map_or(Ok(()), |rotation| write!(f, ", {rotation}"))
     }
 }
 
@@ -233,12 +239,18 @@ pub(super) fn foreign_scheme(json: &Map<String, Value>) -> Option<String> {
 }
 
 /// What a module added to the writer says of itself.
-pub(super) fn entry_json(geometry: &Geometry) -> Value {
+pub(super) fn entry_json(geometry: &Geometry, rotation: Option<&Rotation>) -> Value {
+    let code = if rotation.is_some() { ROTATED_CODE_NAME } else { CODE_NAME };
+    let mut trellis =
+        serde_json::json!({ "L": geometry.state_bits(), "code": code, "axis": geometry.axis().index() });
+    if let Some(rotation) = rotation {
+        trellis["rotation"] = serde_json::json!({ "block": rotation.block(), "seed": rotation.seed() });
+    }
     serde_json::json!({
         "bits": geometry.bits(),
         "group_size": geometry.block(),
         "mode": MODE_NAME,
-        "trellis": { "L": geometry.state_bits(), "code": CODE_NAME, "axis": geometry.axis().index() },
+        "trellis": trellis,
     })
 }
 
@@ -289,15 +301,21 @@ fn trellis_entry(p: &Parser<'_>, map: &Map<String, Value>) -> Result<TrellisEntr
             return Err(p.value("trellis", other.map_or("nothing".to_owned(), kind), "an object"));
         }
     };
-    p.only(inner, &["L", "code", "axis"], "L, code, axis in trellis")?;
-    match inner.get("code") {
-        Some(Value::String(code)) if code == CODE_NAME => {}
+    let rotation = match inner.get("code") {
+        Some(Value::String(code)) if code == CODE_NAME => {
+            p.only(inner, &["L", "code", "axis"], "L, code, axis in trellis")?;
+            None
+        }
+        Some(Value::String(code)) if code == ROTATED_CODE_NAME => {
+            p.only(inner, &["L", "code", "axis", "rotation"], "L, code, axis, rotation in trellis")?;
+            Some(rotation(p, inner.get("rotation"))?)
+        }
         Some(Value::String(code)) => {
             let (file, module) = (p.file.clone(), p.module.to_owned());
             return Err(ArtifactError::Code { file, module, found: code.clone() });
         }
-        other => return Err(p.value("code", found(other), "\"1mad\"")),
-    }
+        other => return Err(p.value("code", found(other), "\"1mad\" or \"1mad-hadamard\"")),
+    };
     let axis = Axis::from_index(p.number(inner, "axis", None)?)
         .ok_or_else(|| p.value("axis", found(inner.get("axis")), "0 or 1"))?;
     // Saturating keeps a number too large for its type out of range, where the geometry's check names it.
@@ -307,6 +325,7 @@ fn trellis_entry(p: &Parser<'_>, map: &Map<String, Value>) -> Result<TrellisEntr
         block: p.number(map, "group_size", Some(DEFAULT_BLOCK as u64))?.try_into().unwrap_or(usize::MAX),
         state_bits: narrow(p.number(inner, "L", Some(DEFAULT_STATE_BITS.into()))?),
         axis,
+        rotation,
     };
     match Geometry::new(axis, entry.bits, entry.state_bits, entry.block, 1, entry.block) {
         Ok(_) => Ok(entry),
@@ -315,6 +334,18 @@ fn trellis_entry(p: &Parser<'_>, map: &Map<String, Value>) -> Result<TrellisEntr
             Err(ArtifactError::Parameters { file, module, source })
         }
     }
+}
+
+fn rotation(p: &Parser<'_>, value: Option<&Value>) -> Result<Rotation, ArtifactError> {
+    let Some(Value::Object(map)) = value else {
+        return Err(p.value("rotation", value.map_or("nothing".to_owned(), kind), "an object"));
+    };
+    p.only(map, &["block", "seed"], "block, seed in rotation")?;
+    let block = p.number(map, "block", None)?.try_into().unwrap_or(usize::MAX);
+    Rotation::new(block, p.number(map, "seed", None)?).map_err(|source| {
+        let (file, module) = (p.file.clone(), p.module.to_owned());
+        ArtifactError::Rotation { file, module, source }
+    })
 }
 
 struct Parser<'a> {

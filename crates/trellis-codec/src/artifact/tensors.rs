@@ -48,6 +48,7 @@ pub struct Tensors {
 #[derive(Debug)]
 struct Shard {
     path: PathBuf,
+    file: File,
     map: Mmap,
 }
 
@@ -165,7 +166,7 @@ impl Tensors {
                 opened.lookup.insert(located.name.clone(), opened.tensors.len());
                 opened.tensors.push(located);
             }
-            opened.shards.push(Shard { path: path.clone(), map });
+            opened.shards.push(Shard { path: path.clone(), file, map });
         }
         Ok(opened)
     }
@@ -205,6 +206,23 @@ impl Tensors {
         self.located(name).map(|t| self.raw(t))
     }
 
+    /// The bytes of the tensor called `name` (or its twin), read from its file rather than through the map: the
+    /// memory is given back with the result, and a file that cannot be read is an error rather than a signal.
+    ///
+    /// # Errors
+    /// [`ArtifactError::NoTensor`] when there is no such tensor, or what the system said.
+    pub fn read(&self, name: &str) -> Result<Vec<u8>, ArtifactError> {
+        let located = self.located(name).or_else(|| self.located(&twin(name)?));
+        let located = located.ok_or_else(|| ArtifactError::NoTensor {
+            file: self.location.clone(),
+            tensor: name.to_owned(),
+        })?;
+        let shard = &self.shards[located.shard];
+        let mut bytes = vec![0; located.range.len()];
+        read_at(shard, located.range.start, &mut bytes).map_err(io_error(&shard.path, "read"))?;
+        Ok(bytes)
+    }
+
     /// The file that holds the tensor of exactly this name; the location when there is none.
     pub fn file_of(&self, name: &str) -> &Path {
         self.located(name).map_or(&self.location, |t| &self.shards[t.shard].path)
@@ -221,6 +239,17 @@ impl Tensors {
             bytes: &self.shards[located.shard].map[located.range.clone()],
         }
     }
+}
+
+#[cfg(unix)]
+fn read_at(shard: &Shard, at: usize, bytes: &mut [u8]) -> io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(&shard.file, bytes, at as u64)
+}
+
+#[cfg(not(unix))]
+fn read_at(shard: &Shard, at: usize, bytes: &mut [u8]) -> io::Result<()> {
+    bytes.copy_from_slice(&shard.map[at..at + bytes.len()]);
+    Ok(())
 }
 
 /// Bytes of a tensor, or `None` when its bits are not whole bytes. A `u128` so that no shape overflows silently:

@@ -19,10 +19,12 @@ use super::config::{Config, KeySpace, SECTION, TWIN_SECTION, canonical, entry_js
 use super::tensors::{MAX_HEADER, byte_len};
 use super::{
     Artifact, CONFIG_FILE, Dtype, INDEX_FILE, METADATA_KEY, RawTensor, SINGLE_FILE, bias_name, check_bias,
-    check_scales, codes_name, io_error, scales_name,
+    check_rotation, check_scales, codes_name, io_error, scales_name,
 };
+use crate::encode::Encoded;
 use crate::error::ArtifactError;
 use crate::format::Geometry;
+use crate::rotation::Rotation;
 
 /// Bytes of a header's length, and what headers are padded to.
 const HEADER_UNIT: usize = 8;
@@ -41,7 +43,17 @@ pub struct WriteOptions {
     pub key_space: KeySpace,
     /// Replace an artifact that is at the destination instead of refusing.
     pub overwrite: bool,
+    /// Where the artifact is put together: a folder on the destination's file system, whose parent exists and whose
+    /// content is removed first. Unless set, a new one beside the destination, of a random name. Whoever sets it
+    /// knows where a killed process left things: until the last step the artifact is in [`ARTIFACT_FOLDER`] of it, and
+    /// one that is being overwritten is for an instant in [`REPLACED_FOLDER`].
+    pub staging: Option<PathBuf>,
 }
+
+/// What the artifact under way is called in [`WriteOptions::staging`].
+pub const ARTIFACT_FOLDER: &str = "artifact";
+/// What an artifact that is being overwritten is called there.
+pub const REPLACED_FOLDER: &str = "replaced";
 
 impl Default for WriteOptions {
     fn default() -> Self {
@@ -50,6 +62,7 @@ impl Default for WriteOptions {
             metadata: BTreeMap::from([("format".to_owned(), "mlx".to_owned())]),
             key_space: KeySpace::default(),
             overwrite: false,
+            staging: None,
         }
     }
 }
@@ -120,11 +133,14 @@ impl ArtifactWriter {
         };
         check_destination(&destination, options.overwrite)?;
         let prefix = format!(".{}.", name.to_string_lossy());
-        let temp = tempfile::Builder::new()
-            .prefix(&prefix)
-            .tempdir_in(parent(&destination))
-            .map_err(io_error(&destination, "create a temporary folder beside it"))?;
-        let folder = temp.path().join("artifact");
+        let temp = match &options.staging {
+            Some(staging) => exact_folder(staging)?,
+            None => tempfile::Builder::new()
+                .prefix(&prefix)
+                .tempdir_in(parent(&destination))
+                .map_err(io_error(&destination, "create a temporary folder beside it"))?,
+        };
+        let folder = temp.path().join(ARTIFACT_FOLDER);
         fs::create_dir(&folder).map_err(io_error(&folder, "create"))?;
         Ok(Self {
             destination,
@@ -175,6 +191,31 @@ impl ArtifactWriter {
         scales: &[f16],
         bias: Option<RawTensor<'_>>,
     ) -> Result<(), ArtifactError> {
+        self.add(path, (geometry, None), codes, scales, bias)
+    }
+
+    /// [`ArtifactWriter::add_module`] for an encoded weight, with its rotation if it has one.
+    ///
+    /// # Errors
+    /// As [`ArtifactWriter::add_module`], and a rotation whose block does not divide the input features.
+    pub fn add_encoded(
+        &mut self,
+        path: &str,
+        encoded: &Encoded,
+        bias: Option<RawTensor<'_>>,
+    ) -> Result<(), ArtifactError> {
+        let Encoded { geometry, rotation, codes, scales, .. } = encoded;
+        self.add(path, (geometry, rotation.as_ref()), codes, scales, bias)
+    }
+
+    fn add(
+        &mut self,
+        path: &str,
+        (geometry, rotation): (&Geometry, Option<&Rotation>),
+        codes: &[u32],
+        scales: &[f16],
+        bias: Option<RawTensor<'_>>,
+    ) -> Result<(), ArtifactError> {
         let (codes_shape, scales_shape) = (geometry.codes_shape(), [geometry.rows()]);
         let (codes, scales) = (le_bytes(codes, u32::to_le_bytes), le_bytes(scales, f16::to_le_bytes));
         let codes = RawTensor { dtype: Dtype::U32, shape: &codes_shape, bytes: &codes };
@@ -189,6 +230,9 @@ impl ArtifactWriter {
             found: codes_shape.clone(),
             source,
         })?;
+        if let Some(rotation) = rotation {
+            check_rotation(&self.destination.join(CONFIG_FILE), path, rotation, geometry)?;
+        }
         self.check(&tensors)?;
         check_scales(&self.destination, &scales_name(path), &scales, geometry.rows())?;
         if let Some(bias) = bias {
@@ -198,7 +242,7 @@ impl ArtifactWriter {
             return Err(self.name_error(path));
         }
         self.write(tensors)?;
-        self.entries.push((self.options.key_space.rename(path), entry_json(geometry)));
+        self.entries.push((self.options.key_space.rename(path), entry_json(geometry, rotation)));
         Ok(())
     }
 
@@ -222,18 +266,33 @@ impl ArtifactWriter {
         let Some(name) = source.file_name() else {
             return Err(ArtifactError::Destination { path: source.to_owned() });
         };
-        let text = name.to_string_lossy().into_owned();
-        let reserved = text == CONFIG_FILE || text == INDEX_FILE || text.ends_with(".safetensors");
-        if reserved || self.files.contains(&text) {
-            return Err(self.name_error(&text));
+        let name = name.to_string_lossy().into_owned();
+        let from = File::open(source).map_err(io_error(source, "open"))?;
+        self.copy(name, from)
+    }
+
+    /// Writes a file (a tokenizer, a chat template …) into the artifact's folder.
+    ///
+    /// # Errors
+    /// As [`ArtifactWriter::copy_file`], and a name that is more than one, or none.
+    pub fn add_file(&mut self, name: &str, content: &[u8]) -> Result<(), ArtifactError> {
+        if Path::new(name).file_name() != Some(name.as_ref()) {
+            return Err(self.name_error(name));
         }
-        let mut from = File::open(source).map_err(io_error(source, "open"))?;
+        self.copy(name.to_owned(), content)
+    }
+
+    fn copy(&mut self, name: String, mut from: impl io::Read) -> Result<(), ArtifactError> {
+        let reserved = name == CONFIG_FILE || name == INDEX_FILE || name.ends_with(".safetensors");
+        if reserved || self.files.contains(&name) {
+            return Err(self.name_error(&name));
+        }
         self.guarded(|writer| {
-            let path = writer.folder.join(name);
+            let path = writer.folder.join(&name);
             let mut to = File::create_new(&path).map_err(io_error(&path, "create"))?;
             io::copy(&mut from, &mut to).and_then(|_| to.sync_all()).map_err(io_error(&path, "write"))
         })?;
-        self.files.insert(text);
+        self.files.insert(name);
         Ok(())
     }
 
@@ -407,7 +466,7 @@ impl ArtifactWriter {
         let folder = parent(destination);
         // Opened first: a parent that cannot be synced must not be found out after the rename.
         let parent = Folder::open(folder)?;
-        let replaced = self.temp.path().join("replaced");
+        let replaced = self.temp.path().join(REPLACED_FOLDER);
         let occupied = check_destination(destination, self.options.overwrite)?;
         if occupied {
             fs::rename(destination, &replaced).map_err(io_error(destination, "move aside"))?;
@@ -462,6 +521,22 @@ impl OpenShard {
         header.resize(header.len().next_multiple_of(HEADER_UNIT), b' ');
         header
     }
+}
+
+/// A folder of just this name that removes itself, made anew.
+fn exact_folder(path: &Path) -> Result<TempDir, ArtifactError> {
+    let Some(name) = path.file_name() else {
+        return Err(ArtifactError::Destination { path: path.to_owned() });
+    };
+    match fs::remove_dir_all(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(io_error(path, "remove")(e)),
+        _ => {}
+    }
+    tempfile::Builder::new()
+        .prefix(name)
+        .rand_bytes(0)
+        .tempdir_in(parent(path))
+        .map_err(io_error(path, "create"))
 }
 
 /// Whether something is there that may be overwritten.

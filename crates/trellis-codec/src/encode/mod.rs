@@ -1,58 +1,35 @@
 //! The encoder: weights to codes and scales.
 //!
-//! Each stored row gets one binary16 scale, `rms(row) / LUT_RMS`, and each block of `row / scale` the trellis
-//! path that the search in `viterbi.rs` finds (QTIP, arXiv 2406.11235, sections 3 and 4). [`LUT_RMS`] is the
-//! code's rms at `L` = 12 and is used for every `L`, as the format says. A block's codes depend on its own
-//! weights and its row's scale alone, and floating point is used one rounded operation at a time in a fixed
+//! Each stored row gets one binary16 scale by [`ScaleRule`], and each block of `row / scale` the trellis path
+//! that the search in `viterbi.rs` finds (QTIP, arXiv 2406.11235, sections 3 and 4). `LUT_RMS` is the code's
+//! rms at `L` = 12 and is used for every `L`, as the format says. A block's codes depend on its own weights
+//! and its row's scale alone, and floating point is used one rounded operation at a time in a fixed
 //! order, so the same weights give the same bytes at every level, with any number of threads, and however the
 //! rows are handed over.
 
+mod coder;
+mod scale;
 mod viterbi;
 
 use std::ops::Range;
 
 use half::f16;
-use pulp::Simd;
-use rayon::prelude::*;
 
-use crate::codebook;
 use crate::error::{EncodeError, PackError};
-use crate::format::{Axis, Geometry, LUT_RMS};
-use crate::pack;
-use viterbi::{Scratch, Search, Trellis};
-
-/// The instructions the search uses. All give the same bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-#[non_exhaustive]
-pub enum EncodeLevel {
-    /// The fastest that this machine has.
-    #[default]
-    Best,
-    /// Four blocks at a time in plain Rust. Works everywhere.
-    Scalar,
-    /// Eight blocks at a time (x86-64 with AVX2 and FMA).
-    Avx2,
-    /// Sixteen blocks at a time (x86-64 with AVX-512 F, BW, CD, DQ and VL).
-    Avx512,
-    /// Four blocks at a time (AArch64).
-    Neon,
-}
-
-impl EncodeLevel {
-    /// The levels that this machine has, slowest first, without [`EncodeLevel::Best`].
-    pub fn available() -> Vec<Self> {
-        [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512]
-            .into_iter()
-            .filter(|&level| Runner::new(level).is_some())
-            .collect()
-    }
-}
+use crate::format::{Axis, Geometry};
+use crate::rotation::Rotation;
+pub use coder::EncodeLevel;
+use coder::{Block, Coder};
+use scale::RowScale;
+pub use scale::ScaleRule;
 
 /// How to encode. `EncodeOptions { tensor: "...", ..Default::default() }`.
 #[derive(Clone, Copy, Default)]
 pub struct EncodeOptions<'a> {
     /// The tensor's name, for error messages.
     pub tensor: &'a str,
+    /// How each row's scale is chosen.
+    pub scale: ScaleRule,
     /// The instructions to use.
     pub level: EncodeLevel,
     /// Called with a number of weights newly finished, from any thread; the numbers sum to `rows * cols`.
@@ -64,6 +41,8 @@ pub struct EncodeOptions<'a> {
 pub struct Encoded {
     /// Shape and coding parameters.
     pub geometry: Geometry,
+    /// How the weight was rotated before it was encoded, if it was. [`Encoder`] rotates nothing.
+    pub rotation: Option<Rotation>,
     /// uint32 codes of shape [`Geometry::codes_shape`].
     pub codes: Vec<u32>,
     /// binary16 scales `[rows]`; 0 for a row of zeros, whose codes are all zero too.
@@ -124,8 +103,7 @@ pub fn encode(
 pub struct Encoder<'a> {
     geometry: Geometry,
     options: EncodeOptions<'a>,
-    runner: Runner,
-    trellis: Trellis,
+    coder: Coder,
     codes: Vec<u32>,
     scales: Vec<f16>,
     report: EncodeReport,
@@ -137,13 +115,10 @@ impl<'a> Encoder<'a> {
     /// # Errors
     /// A level that this machine does not have.
     pub fn new(geometry: &Geometry, options: &EncodeOptions<'a>) -> Result<Self, EncodeError> {
-        let runner =
-            Runner::new(options.level).ok_or(EncodeError::LevelUnavailable { level: options.level })?;
         Ok(Self {
             geometry: *geometry,
             options: *options,
-            runner,
-            trellis: Trellis::new(geometry),
+            coder: Coder::new(geometry, options.level)?,
             codes: vec![0; geometry.words()],
             scales: Vec::with_capacity(geometry.rows()),
             report: EncodeReport::default(),
@@ -156,7 +131,7 @@ impl<'a> Encoder<'a> {
     /// Part of a row or more rows than the geometry has, NaN or infinite weights, or a row whose scale is
     /// infinite in binary16 (the first such, in row order). Nothing of `weights` is taken then.
     pub fn push_rows(&mut self, weights: &[f32]) -> Result<(), EncodeError> {
-        let (g, trellis) = (self.geometry, &self.trellis);
+        let g = self.geometry;
         let first = self.scales.len();
         if !weights.len().is_multiple_of(g.cols()) || weights.len() / g.cols() > g.rows() - first {
             return Err(EncodeError::Weights {
@@ -169,7 +144,7 @@ impl<'a> Encoder<'a> {
         let rows = weights
             .chunks_exact(g.cols())
             .enumerate()
-            .map(|(i, row)| RowScale::new(row, self.options.tensor, first + i))
+            .map(|(i, row)| RowScale::new(row, g.bits(), self.options.scale, self.options.tensor, first + i))
             .collect::<Result<Vec<_>, _>>()?;
 
         let progress = |weights| {
@@ -177,26 +152,18 @@ impl<'a> Encoder<'a> {
                 f(weights);
             }
         };
-        let blocks: Vec<usize> = (0..weights.len() / g.block())
-            .filter(|block| rows[block / g.blocks_per_row()].scale != f16::ZERO)
+        let blocks: Vec<Block<'_>> = weights
+            .chunks_exact(g.block())
+            .enumerate()
+            .map(|(i, weights)| Block { weights, scale: rows[i / g.blocks_per_row()].scale })
+            .filter(|block| block.scale != f16::ZERO)
             .collect();
         progress(weights.len() - blocks.len() * g.block());
-        let job = Job { geometry: &g, trellis, weights, rows: &rows, blocks: &blocks, progress: &progress };
-        let coded = match self.runner {
-            Runner::Scalar => job.run(pulp::Scalar128b),
-            #[cfg(target_arch = "x86_64")]
-            Runner::Avx2(simd) => job.run(simd),
-            #[cfg(target_arch = "x86_64")]
-            Runner::Avx512(simd) => job.run(simd),
-            #[cfg(target_arch = "aarch64")]
-            Runner::Neon(simd) => job.run(simd),
-        };
+        let coded = self.coder.code(&blocks, &progress);
 
         // Errors are summed block by block in order: a batch's size depends on the level, so its sum would
         // too.
-        let mut coded = coded
-            .iter()
-            .flat_map(|batch| batch.squared_errors.iter().zip(batch.codes.chunks_exact(g.words_per_block())));
+        let mut coded = coded.iter().flat_map(|batch| batch.blocks(&g));
         for (i, row) in rows.iter().enumerate() {
             self.report.energy += row.energy;
             self.scales.push(row.scale);
@@ -206,7 +173,7 @@ impl<'a> Encoder<'a> {
                 self.report.underflowed_rows += usize::from(row.energy != 0.0);
                 continue;
             }
-            for (block, (error, codes)) in coded.by_ref().take(g.blocks_per_row()).enumerate() {
+            for (block, (codes, error)) in coded.by_ref().take(g.blocks_per_row()).enumerate() {
                 self.report.squared_error += error;
                 let at = g.block_offset(first + i, block);
                 self.codes[at..at + codes.len()].copy_from_slice(codes);
@@ -229,7 +196,13 @@ impl<'a> Encoder<'a> {
                 cols: g.cols(),
             });
         }
-        Ok(Encoded { geometry: g, codes: self.codes, scales: self.scales, report: self.report })
+        Ok(Encoded {
+            geometry: g,
+            rotation: None,
+            codes: self.codes,
+            scales: self.scales,
+            report: self.report,
+        })
     }
 }
 
@@ -270,166 +243,4 @@ pub fn stored_rows<T: Copy + Into<f32>>(
         }
     }
     Ok(out)
-}
-
-/// A level that was found on this machine.
-#[derive(Clone, Copy)]
-enum Runner {
-    Scalar,
-    #[cfg(target_arch = "x86_64")]
-    Avx2(pulp::x86::V3),
-    #[cfg(target_arch = "x86_64")]
-    Avx512(pulp::x86::V4),
-    #[cfg(target_arch = "aarch64")]
-    Neon(pulp::aarch64::Neon),
-}
-
-impl Runner {
-    fn new(level: EncodeLevel) -> Option<Self> {
-        match level {
-            EncodeLevel::Best => [EncodeLevel::Avx512, EncodeLevel::Avx2, EncodeLevel::Neon]
-                .into_iter()
-                .find_map(Self::new)
-                .or(Some(Self::Scalar)),
-            EncodeLevel::Scalar => Some(Self::Scalar),
-            #[cfg(target_arch = "x86_64")]
-            EncodeLevel::Avx2 => pulp::x86::V3::try_new().map(Self::Avx2),
-            #[cfg(target_arch = "x86_64")]
-            EncodeLevel::Avx512 => pulp::x86::V4::try_new().map(Self::Avx512),
-            #[cfg(target_arch = "aarch64")]
-            EncodeLevel::Neon => pulp::aarch64::Neon::try_new().map(Self::Neon),
-            #[allow(unreachable_patterns)]
-            _ => None,
-        }
-    }
-}
-
-/// A row's scale, and the sum of its squares.
-struct RowScale {
-    scale: f16,
-    energy: f64,
-}
-
-impl RowScale {
-    fn new(weights: &[f32], tensor: &str, row: usize) -> Result<Self, EncodeError> {
-        if let Some(col) = weights.iter().position(|w| !w.is_finite()) {
-            return Err(EncodeError::NotFinite { tensor: tensor.into(), row, col, value: weights[col] });
-        }
-        let energy: f64 = weights.iter().map(|&w| f64::from(w) * f64::from(w)).sum();
-        let rms = (energy / weights.len() as f64).sqrt();
-        let scale = half_from_f64(rms / LUT_RMS);
-        if scale.is_infinite() {
-            return Err(EncodeError::ScaleOverflow { tensor: tensor.into(), row, rms });
-        }
-        Ok(Self { scale, energy })
-    }
-}
-
-/// A non-negative number rounded once to binary16, to nearest even. (`f16::from_f64` rounds to binary32 on
-/// the way, or not, depending on the machine.) The step through binary32 rounds to odd, which keeps the
-/// second rounding exact.
-fn half_from_f64(value: f64) -> f16 {
-    let nearest = value as f32;
-    let below = if f64::from(nearest) > value { nearest.next_down() } else { nearest };
-    let exact = f64::from(below) == value;
-    f16::from_f32(f32::from_bits(below.to_bits() | u32::from(!exact)))
-}
-
-/// The blocks of one [`Encoder::push_rows`].
-struct Job<'a> {
-    geometry: &'a Geometry,
-    trellis: &'a Trellis,
-    weights: &'a [f32],
-    rows: &'a [RowScale],
-    /// Which blocks of `weights` to encode.
-    blocks: &'a [usize],
-    progress: &'a (dyn Fn(usize) + Sync),
-}
-
-/// As many blocks as a register has lanes.
-struct Batch {
-    codes: Vec<u32>,
-    squared_errors: Vec<f64>,
-}
-
-impl Job<'_> {
-    fn run<S: Simd>(&self, simd: S) -> Vec<Batch> {
-        self.blocks
-            .par_chunks(S::F32_LANES)
-            .map_init(
-                || Scratch::new(self.trellis, S::F32_LANES),
-                |scratch, blocks| {
-                    let batch = self.batch(simd, scratch, blocks);
-                    (self.progress)(blocks.len() * self.geometry.block());
-                    batch
-                },
-            )
-            .collect()
-    }
-
-    fn batch<S: Simd>(&self, simd: S, scratch: &mut Scratch, blocks: &[usize]) -> Batch {
-        let g = self.geometry;
-        let block_weights = |block: usize| {
-            (
-                &self.weights[block * g.block()..][..g.block()],
-                self.rows[block / g.blocks_per_row()].scale.to_f32(),
-            )
-        };
-        // The last batch may leave lanes over; what is in them is searched and thrown away.
-        for (lane, &block) in blocks.iter().enumerate() {
-            let (weights, scale) = block_weights(block);
-            for (x, &w) in scratch.x.get()[lane..].iter_mut().step_by(S::F32_LANES).zip(weights) {
-                *x = w / scale;
-            }
-        }
-        simd.vectorize(Search { trellis: self.trellis, scratch });
-
-        let mut codes = vec![0; blocks.len() * g.words_per_block()];
-        let paths = scratch.states.chunks_exact(g.block());
-        let squared_errors = paths
-            .zip(codes.chunks_exact_mut(g.words_per_block()))
-            .zip(blocks)
-            .map(|((states, ring), &block)| {
-                pack::pack_block(g, states, ring).expect("the path starts and ends in the same overlap");
-                let (weights, scale) = block_weights(block);
-                let error = |(&w, &s): (&f32, &u32)| {
-                    let error = f64::from(w) - f64::from(codebook::exact(codebook::y(s)) * scale);
-                    error * error
-                };
-                weights.iter().zip(states).map(error).sum()
-            })
-            .collect();
-        Batch { codes, squared_errors }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn half_is_rounded_once() {
-        let ulp = 2f64.powi(-10);
-        // A hair off a tie, below what binary32 can tell from it.
-        let hair = 2f64.powi(-40);
-        for (value, expected) in [
-            (0.0, 0x0000),
-            (1.0, 0x3C00),
-            (1.0 + ulp / 2.0 - hair, 0x3C00),
-            (1.0 + ulp / 2.0, 0x3C00),
-            (1.0 + ulp / 2.0 + hair, 0x3C01),
-            (1.0 + ulp * 1.5 - hair, 0x3C01),
-            (1.0 + ulp * 1.5, 0x3C02),
-            (2f64.powi(-24), 0x0001),
-            (2f64.powi(-25), 0x0000),
-            (2f64.powi(-25) * (1.0 + hair), 0x0001),
-            (1e-300, 0x0000),
-            (65504.0, 0x7BFF),
-            (65520.0 * (1.0 - hair), 0x7BFF),
-            (65520.0, 0x7C00),
-            (1e300, 0x7C00),
-        ] {
-            assert_eq!(half_from_f64(value).to_bits(), expected, "{value:e}");
-        }
-    }
 }

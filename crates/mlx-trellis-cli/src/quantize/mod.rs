@@ -1,0 +1,173 @@
+//! `trellis quantize`: the matrices of a model to trellis codes, everything else as it was.
+//!
+//! A plan is made from names and shapes, carried out a tensor at a time into a folder that outlives the process, and
+//! put together at the end.
+
+mod encode;
+mod options;
+mod plan;
+mod report;
+mod work;
+
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+use trellis_codec::artifact::{ArtifactWriter, RawTensor, WriteOptions};
+
+pub(crate) use options::Args;
+use plan::{Action, Plan};
+use report::{Report, Row};
+use work::WorkFolder;
+
+use crate::progress::Progress;
+use crate::source::{Source, set_dtype};
+
+/// Runs the command.
+pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    let source = Source::open(&args.source)?;
+    if let Some(tensor) = plan::quantized(&source).filter(|_| !args.requantize) {
+        bail!(
+            "{}: tensor {} is {}, expected a model that is not quantized (--requantize decodes it first)",
+            args.source.display(),
+            tensor.name,
+            tensor.stored
+        );
+    }
+    let plan = Plan::new(args, &source)?;
+    if plan.weights() == 0 {
+        let tensors = plan.steps.len();
+        bail!("{}: found no matrix to quantize among {tensors} tensors", args.source.display());
+    }
+    if args.dry_run {
+        dry_run(args, &plan)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let fingerprint = fingerprint(args, &source, &plan)?;
+    let (work, published) = WorkFolder::open(&args.output, &fingerprint, args.restart)?;
+    if published {
+        return finish(args, &plan, work, None);
+    }
+    match carry_out(args, &source, &plan, &fingerprint, &work) {
+        Ok(resumed) => finish(args, &plan, work, Some(resumed)),
+        Err(error) => Err(match work.abandon() {
+            None => error,
+            Some((path, finished)) => error.context(format!(
+                "{finished} finished tensors are kept in {}: the same command goes on from there",
+                path.display()
+            )),
+        }),
+    }
+}
+
+/// What the result's bytes depend on: what was done before under another fingerprint must not be mixed in.
+fn fingerprint(args: &Args, source: &Source, plan: &Plan) -> Result<Value> {
+    Ok(json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "source": source.identity()?,
+        "max_shard_bytes": args.max_shard_bytes,
+        "plan": plan,
+    }))
+}
+
+/// Codes what is not coded yet, and puts the artifact at the destination. Returns how many tensors had been coded.
+fn carry_out(
+    args: &Args,
+    source: &Source,
+    plan: &Plan,
+    fingerprint: &Value,
+    work: &WorkFolder,
+) -> Result<usize> {
+    // Made first: a destination that is taken is found out before the work.
+    let mut writer = ArtifactWriter::create(
+        &args.output,
+        WriteOptions {
+            max_shard_bytes: args.max_shard_bytes,
+            overwrite: args.overwrite,
+            staging: Some(work.staging()),
+            ..WriteOptions::default()
+        },
+    )?;
+    let mut config = plan.config(source.config());
+    if let Some(dtype) = plan.config_dtype.filter(|_| source.has_config()) {
+        set_dtype(&mut config, dtype);
+    }
+    writer.set_config(config.into())?;
+
+    let progress = Progress::new(plan.weights(), args.json);
+    let mut resumed = 0;
+    for (index, step) in plan.steps.iter().enumerate() {
+        if matches!(step.action, Action::Keep { .. }) {
+            continue;
+        }
+        if work.record::<Row>(index)?.is_some() {
+            resumed += 1;
+            progress.skip(step.len());
+            continue;
+        }
+        let advance: &(dyn Fn(usize) + Sync) = &|n| progress.advance(n as u64);
+        if let Some((parts, row)) = encode::encode(source, index, step, advance)? {
+            work.finish(index, &parts, &row)?;
+            progress.line(&row.to_string());
+        }
+    }
+    progress.finish();
+
+    for file in source.companions()? {
+        writer.copy_file(file)?;
+    }
+    for (name, content) in source.files() {
+        writer.add_file(name, content)?;
+    }
+    for (index, step) in plan.steps.iter().enumerate() {
+        if matches!(step.action, Action::Keep { .. }) {
+            let bytes = source.bytes(index, step.dtype)?;
+            writer
+                .add_tensor(&step.name, RawTensor { dtype: step.dtype, shape: &step.shape, bytes: &bytes })?;
+        } else {
+            encode::add(&mut writer, work, index, &record(work, index, step)?)?;
+        }
+    }
+    work.mark(fingerprint)?;
+    let summary = writer.finish()?;
+    if let Some(leftover) = &summary.leftover {
+        eprintln!("warning: could not remove {}", leftover.display());
+    }
+    Ok(resumed)
+}
+
+/// Reports and tidies; `resumed` is `None` where an earlier run did all but that.
+fn finish(args: &Args, plan: &Plan, work: WorkFolder, resumed: Option<usize>) -> Result<ExitCode> {
+    let mut rows = Vec::new();
+    for (index, step) in plan.steps.iter().enumerate() {
+        if !matches!(step.action, Action::Keep { .. }) {
+            rows.push(record(&work, index, step)?);
+        }
+    }
+    let report = Report::new(args, plan, &rows, resumed.unwrap_or(rows.len()));
+    if let Some(file) = &args.report {
+        work::write_whole(file, format!("{:#}\n", serde_json::to_value(&report)?).as_bytes())?;
+    }
+    if args.json {
+        println!("{}", serde_json::to_string(&report)?);
+    } else {
+        report.print();
+    }
+    work.remove()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn record(work: &WorkFolder, index: usize, step: &plan::Step) -> Result<Row> {
+    work.record(index)?.with_context(|| format!("the record of {} is gone", step.name))
+}
+
+fn dry_run(args: &Args, plan: &Plan) -> Result<()> {
+    if args.json {
+        let [least, most] = plan.bytes();
+        let json = json!({ "plan": plan.steps, "tensor_bytes": { "least": least, "most": most } });
+        println!("{}", serde_json::to_string(&json)?);
+    } else {
+        report::print_plan(plan);
+    }
+    Ok(())
+}

@@ -1,0 +1,520 @@
+//! `trellis quantize` on whole models: sizes, options, sources, errors, and kills at any moment.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+use serde_json::{Value, json};
+use trellis_codec::artifact::{Artifact, ArtifactWriter, Dtype, Entry, RawTensor, Tensors, WriteOptions};
+
+use super::{fails, json as run, text, trellis};
+
+/// A model of several shards: `layers` times four matrices, embeddings, norms, an odd matrix and integers.
+fn model(folder: &Path, layers: usize) -> PathBuf {
+    let path = folder.join("dense");
+    let mut rng = SmallRng::seed_from_u64(7);
+    let options = WriteOptions { max_shard_bytes: 400_000, ..WriteOptions::default() };
+    let mut writer = ArtifactWriter::create(&path, options).unwrap();
+    writer.set_config(json!({ "model_type": "toy", "hidden_size": 256, "torch_dtype": "float32" })).unwrap();
+    writer.add_file("tokenizer.json", b"{}").unwrap();
+    let mut add = |name: String, shape: &[usize]| {
+        let weights: usize = shape.iter().product();
+        let bytes: Vec<u8> =
+            (0..weights).flat_map(|_| rng.random_range(-1.0f32..1.0).to_le_bytes()).collect();
+        writer.add_tensor(&name, RawTensor { dtype: Dtype::F32, shape, bytes: &bytes }).unwrap();
+    };
+    add("model.embed_tokens.weight".into(), &[100, 256]);
+    for layer in 0..layers {
+        add(format!("model.layers.{layer}.self_attn.q_proj.weight"), &[256, 256]);
+        add(format!("model.layers.{layer}.mlp.up_proj.weight"), &[160, 256]);
+        add(format!("model.layers.{layer}.mlp.down_proj.weight"), &[256, 160]);
+        add(format!("model.layers.{layer}.norm.weight"), &[256]);
+    }
+    add("model.odd.weight".into(), &[30, 50]);
+    let ids = RawTensor { dtype: Dtype::I64, shape: &[2], bytes: &[1; 16] };
+    writer.add_tensor("model.ids", ids).unwrap();
+    let summary = writer.finish().unwrap();
+    assert!(summary.shards.len() > 1, "{summary:?}");
+    path
+}
+
+/// Name and content of every file of a folder.
+fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = std::fs::read_dir(folder).unwrap().map(Result::unwrap);
+    entries
+        .map(|e| (e.file_name().to_string_lossy().into_owned(), std::fs::read(e.path()).unwrap()))
+        .collect()
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<String> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
+}
+
+fn s(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+#[test]
+fn killed_at_random_moments_it_resumes_to_the_same_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = model(folder.path(), 6);
+    let whole = folder.path().join("whole");
+    let args = |output: &Path| {
+        let all = ["quantize", s(&source), "-o", s(output), "--max-shard-bytes", "100000", "--overwrite"];
+        all.map(str::to_owned)
+    };
+    let start = Instant::now();
+    run(&[&args(&whole).each_ref().map(String::as_str)[..], &["--json"]].concat());
+    let took = start.elapsed();
+    let expected = files(&whole);
+    assert!(expected.len() > 5, "several shards: {:?}", expected.keys());
+    std::fs::remove_dir_all(&whole).unwrap();
+
+    let mut rng = SmallRng::seed_from_u64(20);
+    let (mut killed, mut resumed) = (0, 0);
+    for trial in 0..20 {
+        let output = folder.path().join("out");
+        // Every other trial replaces an artifact, so that the destination is never empty.
+        if trial % 2 == 0 {
+            let _ = std::fs::remove_dir_all(&output);
+        }
+        let mut child = Command::new(env!("CARGO_BIN_EXE_trellis"))
+            .args(args(&output))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(Duration::from_secs_f64(took.as_secs_f64() * rng.random_range(0.0..1.1)));
+        child.kill().unwrap();
+        killed += usize::from(!child.wait().unwrap().success());
+        let report = run(&[&args(&output).each_ref().map(String::as_str)[..], &["--json"]].concat());
+        resumed += usize::from(report["resumed"].as_u64().unwrap() > 0);
+        assert_eq!(files(&output), expected, "trial {trial}");
+        assert_eq!(names(folder.path()), ["dense", "out"], "trial {trial} left something behind");
+    }
+    println!("{killed} of 20 killed before the end, {resumed} resumed from finished tensors");
+    assert!(killed >= 10 && resumed >= 3, "{killed} killed, {resumed} resumed: the moments say nothing");
+}
+
+/// Starts a run and kills it once it has finished some tensors.
+fn interrupt(args: &[&str], work: &Path) {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_trellis"))
+        .args(args)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let start = Instant::now();
+    while !work.join("00002.json").exists() {
+        assert!(start.elapsed() < Duration::from_secs(60), "no tensor was finished");
+        assert!(child.try_wait().unwrap().is_none(), "it ended too soon");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn an_interrupted_plan_is_not_mixed_with_another() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = model(folder.path(), 12);
+    let output = folder.path().join("out");
+    let work = folder.path().join(".out.quantize");
+    let three = ["quantize", s(&source), "-o", s(&output), "--bits", "3"];
+    interrupt(&three, &work);
+    assert!(!output.exists());
+    let two = ["quantize", s(&source), "-o", s(&output), "--bits", "2"];
+    let error = fails(&two);
+    assert!(error.contains("another plan") && error.contains("bits: 3 there, 2 here"), "{error}");
+    assert!(error.contains("--restart"), "{error}");
+
+    // A source that changed is another plan too.
+    let companion = source.join("tokenizer.json");
+    std::fs::write(&companion, "{\"a\": 1}").unwrap();
+    assert!(fails(&three).contains("tokenizer.json"));
+    std::fs::remove_file(&companion).unwrap();
+
+    // A tensor without its record, or with half of it, counts as not begun.
+    let report = run(&[&two[..], &["--restart", "--json"]].concat());
+    assert_eq!(report["resumed"], 0);
+    assert_eq!(names(folder.path()), ["dense", "out"]);
+    let again = folder.path().join("again");
+    run(&["quantize", s(&source), "-o", s(&again), "--bits", "2", "--json"]);
+    assert_eq!(files(&output), files(&again));
+}
+
+#[test]
+fn two_runs_do_not_share_a_destination() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = model(folder.path(), 1);
+    let work = folder.path().join(".out.quantize");
+    std::fs::create_dir(&work).unwrap();
+    let lock = std::fs::File::create(work.join("lock")).unwrap();
+    lock.lock().unwrap();
+    let output = folder.path().join("out");
+    let error = fails(&["quantize", s(&source), "-o", s(&output)]);
+    assert!(error.contains("another process"), "{error}");
+    drop(lock);
+    run(&["quantize", s(&source), "-o", s(&output), "--json"]);
+    assert!(!work.exists());
+}
+
+#[test]
+fn a_dry_run_knows_the_size() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = model(folder.path(), 2);
+    for (i, options) in [
+        &["--axis", "in"][..],
+        &["--axis", "out", "--bits", "2", "--dtype", "float16", "--rest", "affine:4:64"],
+        &["--bits", "4"],
+        &["--method", "affine", "--bits", "3", "--group", "32", "--rest", "affine:8:32"],
+    ]
+    .iter()
+    .enumerate()
+    {
+        let output = folder.path().join(format!("out{i}"));
+        let args = [&["quantize", s(&source), "-o", s(&output), "--json"], *options].concat();
+        let dry = run(&[&args[..], &["--dry-run"]].concat());
+        assert!(!output.exists() && !folder.path().join(format!(".out{i}.quantize")).exists());
+        let report = run(&args);
+        let real: u64 = Tensors::open(&output).unwrap().iter().map(|(_, t)| t.bytes.len() as u64).sum();
+        assert_eq!(report["tensor_bytes"], real);
+        let [least, most] = ["least", "most"].map(|k| dry["tensor_bytes"][k].as_u64().unwrap());
+        assert!(least <= real && real <= most, "{least} {real} {most}");
+        assert_eq!(least == most, !options.contains(&"4") || options.contains(&"--rest"), "{options:?}");
+    }
+    let shown = trellis(&["quantize", s(&source), "-o", "x", "--dry-run", "--axis", "in"]);
+    let shown = text(&shown.stdout);
+    assert!(shown.contains("kept: an embedding") && shown.contains("bytes of tensors in all"), "{shown}");
+}
+
+#[test]
+fn shards_have_a_limit_and_an_index() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = model(folder.path(), 3);
+    let output = folder.path().join("out");
+    run(&["quantize", s(&source), "-o", s(&output), "--max-shard-bytes", "60000", "--json"]);
+    let index: Value =
+        serde_json::from_slice(&std::fs::read(output.join("model.safetensors.index.json")).unwrap()).unwrap();
+    let tensors = Tensors::open(&output).unwrap();
+    let total: usize = tensors.iter().map(|(_, t)| t.bytes.len()).sum();
+    assert_eq!(index["metadata"]["total_size"], total);
+    // One tensor is larger than the limit and has a shard to itself.
+    for (name, content) in files(&output).iter().filter(|(n, _)| n.ends_with(".safetensors")) {
+        let single = safetensors::SafeTensors::deserialize(content).unwrap().len() == 1;
+        assert!(single || content.len() < 60_000 + 4096, "{name}: {}", content.len());
+    }
+    assert_eq!(files(&output)["tokenizer.json"], b"{}");
+    let artifact = Artifact::open(&output).unwrap();
+    assert_eq!(artifact.config()["model_type"], "toy");
+    assert_eq!(artifact.modules().len(), 9);
+}
+
+#[test]
+fn each_tensor_can_have_its_own_rule() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = model(folder.path(), 2);
+    let output = folder.path().join("out");
+    let map = folder.path().join("map.json");
+    std::fs::write(&map, r#"{"*.q_proj": 4, "*.layers.1.*": "2,out,32", "*embed*": "affine:8:64"}"#).unwrap();
+    let report = folder.path().join("report.json");
+    run(&[
+        &["quantize", s(&source), "-o", s(&output), "--map", s(&map), "--report", s(&report), "--json"][..],
+        &["--set", "*.layers.1.self_attn.q_proj.weight=1,in", "--set", "*.0.mlp.down_proj=keep"],
+    ]
+    .concat());
+    let report: Value = serde_json::from_slice(&std::fs::read(report).unwrap()).unwrap();
+    let row = |module: &str| {
+        let rows = report["quantized"].as_array().unwrap();
+        rows.iter().find(|r| r["module"] == module).unwrap_or_else(|| panic!("{module}: {report}")).clone()
+    };
+    assert_eq!(row("model.layers.0.self_attn.q_proj")["bits"], 4);
+    assert_eq!(row("model.layers.0.mlp.up_proj")["bits"], 3);
+    let up = row("model.layers.1.mlp.up_proj");
+    assert_eq!((&up["bits"], &up["axis"], &up["block"]), (&json!(2), &json!(0), &json!(32)));
+    let q = row("model.layers.1.self_attn.q_proj");
+    assert_eq!((&q["bits"], &q["axis"]), (&json!(1), &json!(1)));
+    assert_eq!(row("model.embed_tokens")["method"], "affine");
+    for r in report["quantized"].as_array().unwrap() {
+        assert!(r["relative_mse"].as_f64().unwrap() > 0.0 && r["seconds"].is_number(), "{r}");
+        let weights = r["out_features"].as_f64().unwrap() * r["in_features"].as_f64().unwrap();
+        assert_eq!(r["bits_per_weight"], r["bytes"].as_f64().unwrap() * 8.0 / weights);
+    }
+    let kept: Vec<(&Value, &Value)> =
+        report["kept"].as_array().unwrap().iter().map(|k| (&k["tensor"], &k["reason"])).collect();
+    assert!(
+        kept.contains(&(&json!("model.layers.0.mlp.down_proj.weight"), &json!("set to be kept"))),
+        "{kept:?}"
+    );
+
+    let artifact = Artifact::open(&output).unwrap();
+    assert_eq!(artifact.entry("model.layers.0.mlp.down_proj"), Entry::NotQuantized);
+    assert_eq!(artifact.entry("model.embed_tokens"), Entry::Default);
+    assert_eq!(artifact.default_quantization().unwrap().bits, Some(8));
+
+    for (args, expected) in [
+        (&["--set", "*nothing*=2"][..], "matches no tensor"),
+        (&["--include", "*nothing*"], "matches no tensor"),
+        (&["--set", "*q_proj=9"], "expected 1 to 4"),
+        (&["--set", "*q_proj=2,sideways"], "sideways"),
+        (&["--set", "*q_proj"], "GLOB=SPEC"),
+        (&["--set", "*q_proj=affine:7:64"], "expected 2, 3, 4, 5, 6 or 8"),
+        (&["--bits", "5"], "expected 1 to 4"),
+        (&["--method", "affine", "--axis", "in"], "no meaning"),
+        (&["--rest", "half"], "affine:BITS:GROUP"),
+    ] {
+        let error = fails(&[&["quantize", s(&source), "-o", "x"], args].concat());
+        assert!(error.contains(expected), "{args:?}: {error}");
+    }
+}
+
+#[test]
+fn the_rest_can_be_affine() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = model(folder.path(), 1);
+    let output = folder.path().join("out");
+    let report = run(&["quantize", s(&source), "-o", s(&output), "--rest", "affine:4:32", "--json"]);
+    let embed = &report["quantized"][0];
+    assert_eq!((&embed["method"], &embed["instead_of_trellis"]), (&json!("affine"), &json!("an embedding")));
+    assert_eq!(embed["bits_per_weight"], 5.0, "float16 scales and biases");
+    let odd = report["kept"].as_array().unwrap().iter().find(|k| k["tensor"] == "model.odd.weight").unwrap();
+    assert!(
+        odd["reason"].as_str().unwrap().contains("50 inputs are no multiple of the group of 32"),
+        "{odd}"
+    );
+    let artifact = Artifact::open(&output).unwrap();
+    assert_eq!(artifact.entry("model.odd"), Entry::NotQuantized);
+    assert_eq!(artifact.config()["quantization"]["mode"], "affine");
+    assert_eq!(artifact.modules().len(), 3);
+}
+
+#[test]
+fn affine_is_what_mlx_makes_and_can_be_quantized_anew() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = model(folder.path(), 1);
+    let dense = Tensors::open(&source).unwrap();
+    let name = "model.layers.0.mlp.up_proj";
+    let weight = mlx_trellis::artifact::to_array(&dense.get(&format!("{name}.weight")).unwrap()).unwrap();
+    let weight = weight.as_dtype(mlx_rs::Dtype::Float16).unwrap();
+    for bits in [2, 3, 4] {
+        let output = folder.path().join(format!("affine{bits}"));
+        let text = bits.to_string();
+        let args =
+            ["quantize", s(&source), "-o", s(&output), "--method", "affine", "--bits", &text, "--json"];
+        let report = run(&args);
+        assert_eq!(report["bits_per_weight"], f64::from(bits) + 0.5);
+        let (codes, scales, biases) = mlx_rs::ops::quantize(&weight, 64, bits).unwrap();
+        let tensors = Tensors::open(&output).unwrap();
+        let codes: Vec<u32> = codes.to_vec_exact().unwrap();
+        let codes: Vec<u8> = codes.iter().flat_map(|w| w.to_le_bytes()).collect();
+        assert_eq!(tensors.get(&format!("{name}.weight")).unwrap().bytes, codes);
+        for (suffix, array) in [("scales", scales), ("biases", biases)] {
+            let (dtype, bytes) = mlx_trellis::artifact::to_bytes(&array).unwrap();
+            let found = tensors.get(&format!("{name}.{suffix}")).unwrap();
+            assert_eq!((found.dtype, found.bytes), (dtype, &bytes[..]));
+        }
+        let config: Value =
+            serde_json::from_slice(&std::fs::read(output.join("config.json")).unwrap()).unwrap();
+        let section = &config["quantization"];
+        assert_eq!((&section["bits"], &section["group_size"]), (&json!(bits), &json!(64)));
+        // 160 inputs are no multiple of 64.
+        assert_eq!(section["model.layers.0.mlp.down_proj"], false);
+        assert_eq!(section["model.embed_tokens"], false);
+        assert_eq!(section.get(name), None);
+    }
+
+    let affine = folder.path().join("affine4");
+    let anew = folder.path().join("anew");
+    let error = fails(&["quantize", s(&affine), "-o", s(&anew)]);
+    assert!(
+        error.contains("MLX affine, 4 bits in groups of 64") && error.contains("--requantize"),
+        "{error}"
+    );
+    run(&["quantize", s(&affine), "-o", s(&anew), "--requantize", "--json"]);
+    let artifact = Artifact::open(&anew).unwrap();
+    assert_eq!(artifact.modules().len(), 3);
+    assert!(artifact.tensors().names().all(|n| !n.ends_with(".biases")));
+    assert_eq!(artifact.config()["quantization"].get("bits"), None);
+
+    // The same as decoding first.
+    let (decoded, through) = (folder.path().join("decoded"), folder.path().join("through"));
+    run(&["dequantize", s(&affine), "-o", s(&decoded), "--json"]);
+    run(&["quantize", s(&decoded), "-o", s(&through), "--json"]);
+    let (a, b) = (Tensors::open(&anew).unwrap(), Tensors::open(&through).unwrap());
+    for (name, tensor) in a.iter().filter(|(n, _)| n.contains("_proj")) {
+        assert_eq!(b.get(name).unwrap().bytes, tensor.bytes, "{name}");
+    }
+}
+
+#[test]
+fn inputs_can_be_rotated() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = model(folder.path(), 1);
+    let output = folder.path().join("out");
+    let report = run(&[
+        &["quantize", s(&source), "-o", s(&output), "--bits", "4", "--axis", "in", "--json", "--rotate"][..],
+        &["--set", "*.up_proj=4,rotate:64,rms", "--set", "*.q_proj=4,unrotated"],
+    ]
+    .concat());
+    let artifact = Artifact::open(&output).unwrap();
+    let found: Vec<_> = artifact
+        .modules()
+        .iter()
+        .map(|m| (m.path.rsplit('.').next().unwrap(), m.rotation.map(|r| (r.block(), r.seed()))))
+        .collect();
+    // The largest power of two that divides 160 inputs is 32.
+    assert_eq!(found, [("q_proj", None), ("up_proj", Some((64, 1))), ("down_proj", Some((32, 1)))]);
+    assert_eq!(report["quantized"][1]["rotation"], json!({ "block": 64, "seed": 1 }));
+
+    // Decoded, it is the original but for the error reported.
+    let decoded = folder.path().join("decoded");
+    run(&["dequantize", s(&output), "-o", s(&decoded), "--json"]);
+    let (before, after) = (Tensors::open(&source).unwrap(), Tensors::open(&decoded).unwrap());
+    for row in report["quantized"].as_array().unwrap() {
+        let read = |tensors: &Tensors| -> Vec<f64> {
+            let name = format!("{}.weight", row["module"].as_str().unwrap());
+            let bytes = tensors.read(&name).unwrap();
+            bytes.as_chunks().0.iter().map(|&c| f32::from_le_bytes(c).into()).collect()
+        };
+        let (a, b) = (read(&before), read(&after));
+        let error: f64 = a.iter().zip(&b).map(|(a, b)| (a - b) * (a - b)).sum();
+        let measured = error / a.iter().map(|a| a * a).sum::<f64>();
+        let reported = row["relative_mse"].as_f64().unwrap();
+        assert!((measured / reported - 1.0).abs() < 1e-3, "{row}: {measured}");
+    }
+    let error = fails(&["quantize", s(&source), "-o", "x", "--rotate", "48"]);
+    assert!(error.contains("48"), "{error}");
+}
+
+#[test]
+fn trellis_codes_are_decoded_and_other_schemes_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = model(folder.path(), 1);
+    let (coded, decoded) = (folder.path().join("coded"), folder.path().join("decoded"));
+    run(&["quantize", s(&source), "-o", s(&coded), "--bits", "4", "--json"]);
+    run(&["dequantize", s(&coded), "-o", s(&decoded), "--json"]);
+    let artifact = Artifact::open(&coded).unwrap();
+    let dense = Tensors::open(&decoded).unwrap();
+    for module in artifact.modules() {
+        let data = artifact.module(&module.path).unwrap();
+        let g = &data.geometry;
+        let oracle = trellis_codec::reference::decode(
+            g,
+            &data.codes,
+            &data.scales,
+            trellis_codec::reference::Contract::Expanded,
+            trellis_codec::reference::Dtype::F32,
+        )
+        .unwrap();
+        let found = dense.get(&format!("{}.weight", module.path)).unwrap();
+        assert_eq!(found.shape, [g.out_features(), g.in_features()]);
+        let found: Vec<f64> =
+            found.bytes.as_chunks().0.iter().map(|&c| f32::from_le_bytes(c).into()).collect();
+        let stored = |i: usize| match g.axis() {
+            trellis_codec::Axis::Input => i,
+            trellis_codec::Axis::Output => (i % g.in_features()) * g.out_features() + i / g.in_features(),
+        };
+        for (i, x) in found.iter().enumerate() {
+            assert_eq!(*x, oracle[stored(i)], "{} {i}", module.path);
+        }
+    }
+    assert_eq!(files(&decoded)["tokenizer.json"], b"{}");
+    let config: Value = serde_json::from_slice(&files(&decoded)["config.json"]).unwrap();
+    assert_eq!((&config["torch_dtype"], config.get("quantization")), (&json!("float32"), None));
+
+    std::fs::write(
+        source.join("config.json"),
+        r#"{"quantization_config": {"quant_method": "gptq", "bits": 4}}"#,
+    )
+    .unwrap();
+    for extra in [&[][..], &["--requantize"]] {
+        let error = fails(&[&["quantize", s(&source), "-o", "x"], extra].concat());
+        assert!(error.contains("config.json") && error.contains("gptq"), "{error}");
+    }
+}
+
+#[test]
+fn a_source_that_cannot_be_read_publishes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = model(folder.path(), 2);
+    let output = folder.path().join("out");
+    let second = names(&source).into_iter().find(|n| n.starts_with("model-00002-of")).unwrap();
+    let shard = source.join(&second);
+    let whole = std::fs::read(&shard).unwrap();
+    let refused = |expected: &[&str]| {
+        let error = fails(&["quantize", s(&source), "-o", s(&output)]);
+        assert!(expected.iter().all(|e| error.contains(e)), "{expected:?}: {error}");
+        assert_eq!(names(folder.path()), ["dense"], "nothing is left");
+    };
+    std::fs::write(&shard, &whole[..whole.len() - 1000]).unwrap();
+    refused(&[&second, "bytes of data", "expected the header's"]);
+    std::fs::remove_file(&shard).unwrap();
+    refused(&[&second, "no such file"]);
+    std::fs::create_dir(&shard).unwrap();
+    refused(&[&second]);
+    std::fs::remove_dir(&shard).unwrap();
+    std::fs::write(&shard, &whole).unwrap();
+    for config in ["{", "[]", r#"{"quantization": 3}"#] {
+        std::fs::write(source.join("config.json"), config).unwrap();
+        refused(&["config.json", ""]);
+    }
+}
+
+/// A limit on the size of files stands for a full disk: the same path, an error of write(2).
+#[cfg(unix)]
+#[test]
+fn a_write_that_fails_publishes_nothing_and_can_be_gone_on_with() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = model(folder.path(), 2);
+    let output = folder.path().join("out");
+    let limited = |kilobytes: u32| {
+        // The signal that comes with the error is ignored, as for a full disk there is none.
+        let script = format!("trap '' XFSZ; ulimit -f {kilobytes}; exec \"$0\" \"$@\"");
+        let shell = Command::new("bash")
+            .args(["-c", &script, env!("CARGO_BIN_EXE_trellis"), "quantize", s(&source), "-o", s(&output)])
+            .output()
+            .unwrap();
+        assert_eq!(shell.status.code(), Some(2), "{}", text(&shell.stderr));
+        text(&shell.stderr)
+    };
+    // In a tensor's own file, and in the artifact, once all tensors are finished.
+    let error = limited(10);
+    assert!(error.contains("cannot write") && !output.exists(), "{error}");
+    assert_eq!(names(folder.path()), ["dense"], "nothing is left of no finished tensor");
+    let error = limited(60);
+    assert!(error.contains("cannot write") && error.contains("finished tensors are kept"), "{error}");
+    assert_eq!(names(folder.path()), [".out.quantize", "dense"]);
+    let report = run(&["quantize", s(&source), "-o", s(&output), "--json"]);
+    assert_eq!(report["resumed"], 6);
+    assert_eq!(names(folder.path()), ["dense", "out"]);
+}
+
+#[test]
+fn memory_is_bounded_by_the_largest_tensor() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("dense");
+    let mut writer = ArtifactWriter::create(&path, WriteOptions::default()).unwrap();
+    let (vector, matrix) = (vec![0x3c; 4 << 20], vec![0x3c; 2 << 18]);
+    for i in 0..100 {
+        let shape = [2 << 20];
+        writer
+            .add_tensor(&format!("v{i}"), RawTensor { dtype: Dtype::F16, shape: &shape, bytes: &vector })
+            .unwrap();
+    }
+    let shape = [512, 512];
+    writer.add_tensor("m.weight", RawTensor { dtype: Dtype::F16, shape: &shape, bytes: &matrix }).unwrap();
+    writer.finish().unwrap();
+    let output = folder.path().join("out");
+    let report = run(&["quantize", s(&path), "-o", s(&output), "--json"]);
+    let peak = report["peak_bytes"].as_u64().unwrap() as f64 / 1e6;
+    println!("peak {peak:.0} MB for a model of 420 MB");
+    assert!(peak < 210.0, "{peak} MB");
+}
