@@ -141,13 +141,25 @@ pub enum Error {
     },
     /// A folder's weights that cannot be read.
     #[error(transparent)]
-    Artifact(#[from] ArtifactError),
+    Artifact(Box<ArtifactError>),
     /// A trellis layer that cannot be made.
     #[error(transparent)]
-    Trellis(#[from] mlx_trellis::Error),
+    Trellis(Box<mlx_trellis::Error>),
     /// An error of MLX's.
     #[error(transparent)]
     Mlx(#[from] Exception),
+}
+
+impl From<ArtifactError> for Error {
+    fn from(error: ArtifactError) -> Self {
+        Self::Artifact(Box::new(error))
+    }
+}
+
+impl From<mlx_trellis::Error> for Error {
+    fn from(error: mlx_trellis::Error) -> Self {
+        Self::Trellis(Box::new(error))
+    }
 }
 
 impl Error {

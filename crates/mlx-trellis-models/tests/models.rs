@@ -213,7 +213,7 @@ fn trellis_is_dense_within_the_propagated_bound() {
         // The whole: for each module, how far logits move when all its outputs are off by their allowance (signs
         // drawn three times); all modules together may move them by the sum.
         let mut bound = 0.0;
-        for index in 0..given.len() {
+        for (index, x) in given.iter().enumerate() {
             let mut most: f32 = 0.0;
             for draw in 0..3 {
                 let mut moved = plain.clone();
@@ -226,7 +226,7 @@ fn trellis_is_dense_within_the_propagated_bound() {
                     .map(|u| if u < 0.0 { -1.0 } else { 1.0 })
                     .collect();
                 let signs = Array::from_slice(&signs, &[weight.dim(0)]);
-                let bias = allowance(&weight, &given[index]).multiply(signs).unwrap();
+                let bias = allowance(&weight, x).multiply(signs).unwrap();
                 *projection = dense(weight, Some(bias));
                 most = most.max(greatest_difference(&logits(&mut moved, &tokens), &expected));
             }

@@ -187,3 +187,30 @@ pub(crate) fn greatest_difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, |m, d| if d.is_nan() { f32::NAN } else { m.max(d) })
 }
+
+/// A byte-level tokenizer without merges, so that each byte is a token, and three special tokens from 256 on.
+pub(crate) fn write_tokenizer(folder: &Path) {
+    // GPT-2's alphabet: bytes that print stand for themselves, the others for what comes after 255.
+    let prints = |b: u32| matches!(b, 0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF);
+    let mut beyond = 256..;
+    let letter = |b: u32| if prints(b) { b } else { beyond.next().unwrap() };
+    let letters: Vec<char> = (0..256).map(letter).map(|c| char::from_u32(c).unwrap()).collect();
+    let vocabulary: serde_json::Map<String, Value> =
+        letters.iter().enumerate().map(|(byte, letter)| (letter.to_string(), byte.into())).collect();
+    let special: Vec<Value> = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
+        .into_iter()
+        .enumerate()
+        .map(|(i, token)| {
+            json!({"id": 256 + i, "content": token, "special": true, "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false})
+        })
+        .collect();
+    let bytes =
+        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let tokenizer = json!({
+        "version": "1.0", "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+        "padding": null, "added_tokens": special, "normalizer": null, "pre_tokenizer": bytes, "post_processor": null,
+        "decoder": bytes, "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    });
+    std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+}
