@@ -1,9 +1,13 @@
-//! `trellis`: quantize, inspect, verify and measure trellis-coded weights.
+//! `trellis`: quantize, inspect, verify and measure trellis-coded weights, and run the models they belong to.
 
 mod bench;
+mod calibrate;
 mod dequantize;
+mod eval;
+mod generate;
 mod inspect;
 mod kernels;
+mod lm;
 mod memory;
 mod progress;
 mod quantize;
@@ -34,6 +38,12 @@ enum Command {
     Dequantize(dequantize::Args),
     /// Show what a quantized file or folder holds
     Inspect(inspect::Args),
+    /// Generate text with a language model
+    Generate(generate::Args),
+    /// Measure how well language models predict a text, and how far they are from a reference
+    Eval(eval::Args),
+    /// Collect statistics of a dense model's activations, for `quantize` to weigh errors by
+    Calibrate(calibrate::Args),
     /// Compare decodes and products with reference cases
     Verify(verify::Args),
     /// Explain, dump, export or count what a product launches on Metal
@@ -48,6 +58,9 @@ fn main() -> ExitCode {
         Command::Quantize(args) => quantize::run(&args),
         Command::Dequantize(args) => dequantize::run(&args),
         Command::Inspect(args) => inspect::run(&args),
+        Command::Generate(args) => generate::run(&args),
+        Command::Eval(args) => eval::run(&args),
+        Command::Calibrate(args) => calibrate::run(&args),
         Command::Verify(args) => verify::run(&args),
         Command::Kernels(args) => kernels::run(&args),
         Command::Bench(bench::Command::Matmul(args)) => bench::matmul::run(&args),

@@ -1,12 +1,15 @@
 //! Tensors of a file as MLX arrays.
 
+use std::borrow::Cow;
+
 use mlx_rs::{Array, Dtype as MlxDtype};
 use trellis_codec::artifact::{Dtype, RawTensor};
 use trellis_codec::{bf16, f16};
 
 use crate::error::Error;
 
-/// A floating-point tensor (float32, float16 or bfloat16) as an array of the same dtype and shape; the bytes are copied.
+/// A tensor (float32, float16, bfloat16, or uint32 as MLX's own codes are) as an array of the same dtype and shape; the
+/// bytes are copied, once.
 ///
 /// # Errors
 /// [`Error::TensorDtype`] for another dtype, [`Error::TooLarge`] for dimensions beyond 31 bits.
@@ -18,6 +21,7 @@ pub fn to_array(tensor: &RawTensor<'_>) -> Result<Array, Error> {
         Dtype::F32 => Array::from_slice(&numbers(tensor.bytes, f32::from_le_bytes), &[len]),
         Dtype::F16 => Array::from_slice(&numbers(tensor.bytes, f16::from_le_bytes), &[len]),
         Dtype::BF16 => Array::from_slice(&numbers(tensor.bytes, bf16::from_le_bytes), &[len]),
+        Dtype::U32 => Array::from_slice(&numbers(tensor.bytes, u32::from_le_bytes), &[len]),
         found => return Err(Error::TensorDtype { found }),
     };
     Ok(flat.reshape(&shape)?)
@@ -46,6 +50,10 @@ pub fn to_bytes(array: &Array) -> Result<(Dtype, Vec<u8>), Error> {
     }
 }
 
-fn numbers<const N: usize, T>(bytes: &[u8], from: fn([u8; N]) -> T) -> Vec<T> {
-    bytes.as_chunks().0.iter().map(|&c| from(c)).collect()
+/// Little-endian numbers, borrowed where the machine and the alignment allow it.
+fn numbers<const N: usize, T: bytemuck::AnyBitPattern>(bytes: &[u8], from: fn([u8; N]) -> T) -> Cow<'_, [T]> {
+    match bytemuck::try_cast_slice(bytes) {
+        Ok(numbers) if cfg!(target_endian = "little") => Cow::Borrowed(numbers),
+        _ => Cow::Owned(bytes.as_chunks().0.iter().map(|&c| from(c)).collect()),
+    }
 }

@@ -32,8 +32,8 @@ pub enum Error {
         /// Its dtype.
         found: Dtype,
     },
-    /// A tensor of a file that is no floating-point array of MLX's.
-    #[error("tensor is {found:?}, expected F32, F16 or BF16")]
+    /// A tensor of a file whose dtype no array of MLX's is made of here.
+    #[error("tensor is {found:?}, expected F32, F16, BF16 or U32")]
     TensorDtype {
         /// Its dtype in the file.
         found: trellis_codec::artifact::Dtype,

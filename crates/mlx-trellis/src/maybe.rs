@@ -1,8 +1,10 @@
 //! [`MaybeTrellis`]: a module that may have been quantized, so that a model can swap layer by layer.
 
 use mlx_rs::error::Exception;
-use mlx_rs::module::{Module, ModuleParamMut, ModuleParamRef, ModuleParameters};
+use mlx_rs::module::{Module, ModuleParamMut, ModuleParamRef, ModuleParameters, Param};
 use mlx_rs::nn::Linear;
+use mlx_rs::ops::dequantize;
+use mlx_rs::quantization::MaybeQuantized;
 
 use crate::error::Error;
 use crate::linear::TrellisLinear;
@@ -25,6 +27,25 @@ impl TrellisQuantizable for Linear {
 
     fn try_into_trellis(self, options: &QuantizeOptions) -> Result<TrellisLinear, Error> {
         TrellisLinear::quantize(&self, options)
+    }
+}
+
+/// So that one layer of a model may be dense, MLX affine or trellis-coded: `MaybeTrellis<MaybeQuantized<Linear>>`. An
+/// affine layer is coded from what it dequantizes to.
+impl TrellisQuantizable for MaybeQuantized<Linear> {
+    type Trellis = TrellisLinear;
+
+    fn try_into_trellis(self, options: &QuantizeOptions) -> Result<TrellisLinear, Error> {
+        let dense = match self {
+            Self::Original(linear) => linear,
+            Self::Quantized(q) => {
+                let Linear { weight, bias } = q.inner;
+                let weight =
+                    dequantize(&weight.value, &q.scales.value, &q.biases.value, q.group_size, q.bits)?;
+                Linear { weight: Param::new(weight), bias }
+            }
+        };
+        dense.try_into_trellis(options)
     }
 }
 
