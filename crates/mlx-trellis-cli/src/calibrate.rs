@@ -1,7 +1,8 @@
 //! `trellis calibrate`: the second moments of what each linear module is given, from a text.
 //!
 //! One layer at a time: all of the text goes through a layer before the next begins, so that memory holds one layer's
-//! matrices and the text's features, whatever the model's depth.
+//! matrices and the text's features, whatever the model's depth. A killed process leaves its temporary file, `.NAME.` and
+//! six characters, beside the output.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
@@ -16,8 +17,8 @@ use mlx_trellis_models::{LayerCache, LinearInfo, Observer, Tokenizer};
 use serde_json::{Map, Value, json};
 use tempfile::NamedTempFile;
 
-use crate::lm::{self, Backend, NO_DEVICE, Peak, Progress};
-use crate::report::DtypeArg;
+use crate::lm::{self, Backend, Peak, Progress};
+use crate::report::{DtypeArg, NO_DEVICE};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -37,7 +38,8 @@ pub(crate) struct Args {
     /// Tokens the model sees at a time; windows do not overlap
     #[arg(long, default_value_t = 512)]
     context: usize,
-    /// Where to run; left out, on the GPU if MLX has one. CUDA rounds float32 activations to 11 bits before it multiplies
+    /// Where to run; left out, on the GPU if MLX has one. CUDA rounds
+    /// float32 activations to tf32 before it multiplies, unless MLX_ENABLE_TF32=0 is set
     #[arg(long, value_enum)]
     backend: Option<Backend>,
     /// Type of activations; left out, the model's own. The sums are in float32 whatever this says

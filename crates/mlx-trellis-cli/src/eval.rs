@@ -10,12 +10,13 @@ use mlx_trellis_models::{LinearInfo, Model, Tokenizer};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::lm::{self, Backend, NO_DEVICE, Peak, Progress};
-use crate::report::DtypeArg;
+use crate::lm::{self, Backend, Peak, Progress};
+use crate::report::{DtypeArg, NO_DEVICE};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Folder of a model to evaluate; may be given several times
+    /// Folder of a model to evaluate; may be given several times: all are loaded at once, so that the reference's logits,
+    /// of which one window is held, serve them all
     #[arg(long = "model", required = true)]
     models: Vec<PathBuf>,
     /// Text to predict, UTF-8
@@ -33,7 +34,8 @@ pub(crate) struct Args {
     /// Where to run; left out, on the GPU if MLX has one
     #[arg(long, value_enum)]
     backend: Option<Backend>,
-    /// Type of activations; left out, each model's own
+    /// Type of activations; left out, each model's own. In float32, CUDA rounds the factors of dense products to tf32
+    /// unless MLX_ENABLE_TF32=0 is set
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
     /// Print one JSON object
@@ -115,8 +117,10 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 
     let started = Instant::now();
     let windows = windows(tokens.len(), args.context);
-    let mut progress =
-        Progress::new("windows", windows.len() * (contenders.len() + usize::from(reference.is_some())));
+    let mut progress = Progress::new(
+        "windows through models",
+        windows.len() * (contenders.len() + usize::from(reference.is_some())),
+    );
     for window in windows {
         let (seen, next) = (&tokens[window.clone()], &tokens[window.start + 1..window.end + 1]);
         let compared = match &mut reference {

@@ -9,8 +9,8 @@ use anyhow::{Result, ensure};
 use mlx_trellis_models::{Generation, Message, Sampler, Sampling, Tokenizer, stop_tokens};
 use serde::Serialize;
 
-use crate::lm::{self, Backend, NO_DEVICE, Peak};
-use crate::report::DtypeArg;
+use crate::lm::{self, Backend, Peak};
+use crate::report::{DtypeArg, NO_DEVICE};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {

@@ -14,9 +14,6 @@ use serde::Serialize;
 
 use crate::report::DtypeArg;
 
-/// Exit code for a back end that this machine does not have.
-pub(crate) const NO_DEVICE: u8 = 3;
-
 /// Time between two lines of progress where there is no terminal.
 const QUIET: Duration = Duration::from_secs(10);
 
@@ -135,7 +132,7 @@ impl Progress {
         self.done += 1;
         if let Some(bar) = &self.bar {
             bar.inc(1);
-        } else if self.said.elapsed() >= QUIET {
+        } else if self.said.elapsed() >= QUIET && self.done < self.total {
             self.said = Instant::now();
             let left =
                 self.started.elapsed().as_secs_f64() / self.done as f64 * (self.total - self.done) as f64;

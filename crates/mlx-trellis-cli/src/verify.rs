@@ -19,6 +19,8 @@ use trellis_codec::pack;
 use trellis_codec::reference::{self, Contract, Dtype, Product};
 use trellis_cpu::{Level, Matrix, decode_packed};
 
+use crate::report::NO_DEVICE;
+
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Folder with an index.json and one safetensors file a case, as tests/golden
@@ -48,9 +50,6 @@ enum Backend {
     /// The CUDA GPU: every kernel, axis and layout; exits 3 where there is none
     Cuda,
 }
-
-/// Exit code for a back end that this machine does not have.
-const NO_DEVICE: u8 = 3;
 
 /// Rows of activations that a Metal kernel is tried with: each side of every border of the dispatch rule.
 const METAL_M: [usize; 6] = [1, 2, 4, 5, 8, 9];

@@ -7,8 +7,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use mlx_rs::Array;
 use mlx_rs::error::Exception;
+use mlx_rs::{Array, Device};
 use mlx_trellis::AxisChoice;
 use mlx_trellis_models::{LayerCache, LoadOptions, Model, Observer};
 use serde_json::{Value, json};
@@ -38,8 +38,10 @@ fn fails(args: &[&str]) -> String {
     text(&output.stderr)
 }
 
-/// A model that the tiny tokenizer's tokens go into, with a chat template.
+/// A model that the tiny tokenizer's tokens go into, with a chat template. Everything here runs on the CPU, whose float32
+/// products are float32.
 fn model(folder: &Path, name: &str, form: impl Fn(&str) -> Form) -> PathBuf {
+    Device::set_default(&Device::cpu());
     let mut config = tiny("llama");
     config["vocab_size"] = 288.into();
     // For modules with scales; the others are dense or say otherwise.
@@ -88,8 +90,18 @@ fn draws_by_seed() {
     let folder = scratch();
     let path = model(folder.path(), "m", |_| Form::Dense);
     let draw = |seed: &str, temperature: &str| {
-        let args =
-            ["generate", "--model", path.to_str().unwrap(), "--prompt", "x", "--max-tokens", "16", "--json"];
+        let args = [
+            "generate",
+            "--model",
+            path.to_str().unwrap(),
+            "--prompt",
+            "x",
+            "--max-tokens",
+            "16",
+            "--backend",
+            "cpu",
+            "--json",
+        ];
         json_of(&[&args[..], &["--temperature", temperature, "--top-p", "0.95", "--seed", seed]].concat())["tokens"].clone()
     };
     assert_eq!(draw("1", "2"), draw("1", "2"));
@@ -132,7 +144,17 @@ fn evaluates_against_a_reference() {
     let file = folder.path().join("text.txt");
     fs::write(&file, TEXT).unwrap();
     let paths = [&dense, &k2, &k4, &affine].map(|p| p.to_str().unwrap());
-    let mut args = vec!["eval", "--reference", paths[0], "--text", file.to_str().unwrap(), "--context", "16"];
+    let mut args = vec![
+        "eval",
+        "--reference",
+        paths[0],
+        "--text",
+        file.to_str().unwrap(),
+        "--context",
+        "16",
+        "--backend",
+        "cpu",
+    ];
     paths.iter().for_each(|path| args.extend(["--model", path]));
     let report = json_of(&[&args[..], &["--json"]].concat());
     assert_eq!(report["predicted"], TEXT.len() - 1);
@@ -246,6 +268,8 @@ fn calibrates_with_the_mean_of_x_xt() {
         "16",
         "--tokens",
         "40",
+        "--backend",
+        "cpu",
     ];
     let report = json_of(&[&args[..], &["--json"]].concat());
     assert_eq!((&report["modules"], &report["tokens"]), (&json!(14), &json!(40)));

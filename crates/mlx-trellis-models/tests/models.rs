@@ -6,7 +6,7 @@ use mlx_rs::error::Exception;
 use mlx_rs::module::Param;
 use mlx_rs::nn::Linear;
 use mlx_rs::quantization::MaybeQuantized;
-use mlx_rs::{Array, Dtype};
+use mlx_rs::{Array, Device, Dtype};
 use mlx_trellis::{AxisChoice, MaybeTrellis};
 use mlx_trellis_models::{Generation, LinearForm, LoadOptions, Model, Observer, Sampler};
 use serde_json::Value;
@@ -23,7 +23,9 @@ fn numbers(value: &Value) -> Vec<f32> {
     value.as_array().unwrap().iter().map(|v| v.as_f64().unwrap() as f32).collect()
 }
 
+/// On the CPU, whose float32 products are float32: a GPU's may be rounded more.
 fn load(path: impl AsRef<std::path::Path>) -> Model {
+    Device::set_default(&Device::cpu());
     Model::load(path, &LoadOptions::default()).unwrap()
 }
 

@@ -13,7 +13,7 @@ use serde::Serialize;
 use trellis_codec::reference;
 
 use super::{Machine, Times, cuda};
-use crate::report::{self, AxisArg, DtypeArg};
+use crate::report::{self, AxisArg, DtypeArg, NO_DEVICE};
 
 /// Group size of MLX's affine weights in the comparison: mlx-lm's default.
 const AFFINE_GROUP: i32 = 64;
@@ -32,9 +32,6 @@ enum Backend {
     /// The CUDA GPU; chains of products, which the GPU runs without the host; exits 3 where there is none
     Cuda,
 }
-
-/// Exit code for a back end that this machine does not have.
-const NO_DEVICE: u8 = 3;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
