@@ -11,11 +11,13 @@ use mlx_rs::ops::ones;
 use mlx_rs::transforms::compile::compile;
 use mlx_rs::{Array, Axes, Dtype as MlxDtype, memory};
 use mlx_trellis::{
-    Axis, AxisChoice, Error, Geometry, Layout, MatmulOptions, MaybeTrellis, QuantizeOptions, Rotation,
-    ScaleRule, TrellisLinear, TrellisQuantizable, TrellisWeights, dequantize, trellis_matmul,
+    Axis, AxisChoice, Encoded, Error, Geometry, HessianError, Layout, MatmulOptions, MaybeTrellis,
+    QuantizeOptions, Rotation, ScaleRule, TrellisLinear, TrellisQuantizable, TrellisWeights, dequantize,
+    quantize_weight_with, trellis_matmul,
 };
 use mlx_trellis_tests::*;
 use rstest::rstest;
+use trellis_codec::EncodeError;
 use trellis_codec::reference::{Contract, Dtype};
 
 fn matrix(axis: Axis) -> Matrix {
@@ -400,6 +402,53 @@ fn a_layer_quantizes_rotated(#[values(AxisChoice::Input, AxisChoice::Output)] ax
     names.sort();
     assert_eq!(names, ["bias", "scales", "weight"]);
     assert_eq!(layer.try_forward(&ones::<f32>(&[0, 192]).unwrap()).unwrap().shape(), [0, 256]);
+}
+
+/// Moments of the layer's own inputs in, the loss of its outputs down; together with a rotation and a searched scale.
+#[rstest]
+fn error_feedback_lowers_the_output_error(
+    #[values(None, Some(Rotation::new(1024, 7).unwrap()))] rotation: Option<Rotation>,
+) {
+    let (out, n, samples) = (64, 96, 400);
+    let noise = activations(samples * n, Dtype::F32, 1);
+    // A component that all features share, and one of each feature's own.
+    let inputs: Vec<f32> = (0..samples * n).map(|at| noise[at / n * n] + 0.5 * noise[at]).collect();
+    let mut moments = vec![0f32; n * n];
+    for x in inputs.chunks(n) {
+        for (at, m) in moments.iter_mut().enumerate() {
+            *m += x[at / n] * x[at % n] / samples as f32;
+        }
+    }
+    let weight = activations(out * n, Dtype::F32, 2);
+    let options = QuantizeOptions { rotation, scale: ScaleRule::Search, ..QuantizeOptions::with_bits(2) };
+    let quantize =
+        |hessian: Option<&[f32]>| quantize_weight_with(&weight, out, n, &options, hessian, "w", None);
+    let x = Array::from_slice(&inputs, &[samples as i32, n as i32]);
+    let expected = values(&exact_matmul(&x, &Array::from_slice(&weight, &[out as i32, n as i32]).t()));
+    let loss = |encoded: &Encoded| {
+        let weights = TrellisWeights::from_encoded(encoded).unwrap();
+        let y = values(&trellis_matmul(&x, &weights).unwrap());
+        let error: f64 = y.iter().zip(&expected).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+        error / expected.iter().map(|&b| f64::from(b).powi(2)).sum::<f64>()
+    };
+    let fed = quantize(Some(&moments)).unwrap();
+    assert_eq!(fed.geometry.axis(), Axis::Output);
+    let report = fed.report.feedback.unwrap();
+    assert_eq!(report.fallback, None);
+    // The outputs of the very inputs that the moments are of.
+    assert!((loss(&fed) / report.proxy_loss - 1.0).abs() < 1e-3, "{} {report:?}", loss(&fed));
+    let plain = quantize(None).unwrap();
+    assert_eq!(plain.report.feedback, None);
+    println!("{rotation:?}: {:.5} plain, {:.5} fed", loss(&plain), loss(&fed));
+    assert!(loss(&fed) < 0.5 * loss(&plain));
+
+    assert!(matches!(
+        quantize(Some(&moments[1..])),
+        Err(Error::Encode(EncodeError::Hessian { source: HessianError::Length { in_features: 96, .. }, .. }))
+    ));
+    moments[97] = f32::NAN;
+    let nan = quantize(Some(&moments)).unwrap_err().to_string();
+    assert_eq!(nan, r#"tensor "w": Hessian at row 1, column 1 is NaN, expected a finite number"#);
 }
 
 #[test]

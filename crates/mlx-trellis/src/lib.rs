@@ -20,9 +20,12 @@ mod weights;
 pub use error::{CudaError, Error};
 pub use linear::TrellisLinear;
 pub use maybe::{MaybeTrellis, TrellisQuantizable};
-pub use quantize::{AUTO_SAMPLE_ROWS, AxisChoice, QuantizeOptions, choose_axis, quantize_weight};
+pub use quantize::{
+    AUTO_SAMPLE_ROWS, AxisChoice, QuantizeOptions, choose_axis, quantize_weight, quantize_weight_with,
+};
 pub use trellis_codec::{
-    Axis, EncodeReport, Encoded, Geometry, Layout, Rotation, RotationError, ScaleRule, bf16, f16,
+    Axis, DEFAULT_DAMPING, EncodeReport, Encoded, Fallback, FeedbackReport, Geometry, HessianError, Layout,
+    Rotation, RotationError, ScaleRule, bf16, f16,
 };
 pub use trellis_kernels::{Cuda, Gpu, Variant};
 pub use weights::{

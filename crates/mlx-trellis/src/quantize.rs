@@ -2,8 +2,8 @@
 
 use trellis_codec::format::{DEFAULT_BLOCK, DEFAULT_STATE_BITS, WORD_BITS};
 use trellis_codec::{
-    Axis, EncodeError, EncodeOptions, Encoded, Encoder, Geometry, GeometryError, Layout, PackError, Rotation,
-    ScaleRule, encode, stored_rows,
+    Axis, DEFAULT_DAMPING, EncodeError, EncodeOptions, Encoded, Encoder, Geometry, GeometryError, Hessian,
+    Layout, PackError, Rotation, ScaleRule, encode, encode_with_feedback, stored_rows,
 };
 
 use crate::error::Error;
@@ -22,13 +22,14 @@ pub enum AxisChoice {
     /// Axis 0, the output features; one scale for each input.
     Output,
     /// The axis that divides into blocks; if both do, the one with the lower relative error on
-    /// [`AUTO_SAMPLE_ROWS`] evenly spaced rows of each stored matrix.
+    /// [`AUTO_SAMPLE_ROWS`] evenly spaced rows of each stored matrix, or axis 0 with error feedback (see
+    /// [`quantize_weight_with`]).
     #[default]
     Auto,
 }
 
 /// How to quantize a weight.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct QuantizeOptions {
     /// Bits a weight, `k`: 1 to 4. Default 3.
     pub bits: u32,
@@ -47,6 +48,8 @@ pub struct QuantizeOptions {
     /// Rotate the layer's input, in the largest blocks up to this rotation's that divide the input features. Default
     /// `None`.
     pub rotation: Option<Rotation>,
+    /// Part of the mean of a Hessian's diagonal that is added to it before error feedback. Default [`DEFAULT_DAMPING`].
+    pub damping: f64,
 }
 
 impl Default for QuantizeOptions {
@@ -59,6 +62,7 @@ impl Default for QuantizeOptions {
             interleave: false,
             scale: ScaleRule::Rms,
             rotation: None,
+            damping: DEFAULT_DAMPING,
         }
     }
 }
@@ -109,12 +113,47 @@ pub fn quantize_weight<T: Copy + Into<f32>>(
     tensor: &str,
     progress: Option<&(dyn Fn(usize) + Sync)>,
 ) -> Result<Encoded, Error> {
+    quantize_weight_with(weight, out_features, in_features, options, None, tensor, progress)
+}
+
+/// [`quantize_weight`] with error feedback, if the second moments of the layer's inputs are given: `hessian` is the mean of
+/// `x xᵀ`, row-major `[in_features, in_features]`, of the inputs as the layer is given them, before any rotation.
+///
+/// The report's [`feedback`](trellis_codec::EncodeReport::feedback) says what it gained, or why plain coding was kept.
+/// [`AxisChoice::Auto`] takes axis 0 then, if it divides into blocks: there every input feature's error reaches the next,
+/// and on SmolLM2-135M-Instruct axis 0 had the lower proxy loss for each of 21 matrices, rotated or not.
+///
+/// # Errors
+/// As [`quantize_weight`], and a Hessian of the wrong size or with NaN or infinity in it.
+pub fn quantize_weight_with<T: Copy + Into<f32>>(
+    weight: &[T],
+    out_features: usize,
+    in_features: usize,
+    options: &QuantizeOptions,
+    hessian: Option<&[f32]>,
+    tensor: &str,
+    progress: Option<&(dyn Fn(usize) + Sync)>,
+) -> Result<Encoded, Error> {
     let shape = (out_features, in_features);
-    let Some((rotation, rotated)) = rotate(weight, shape, options, tensor)? else {
-        return encode_weight(weight, shape, options, tensor, progress);
-    };
-    let encoded = encode_weight(&rotated, shape, options, tensor, progress)?;
-    Ok(Encoded { rotation: Some(rotation), ..encoded })
+    let rotated = rotate(weight, shape, options, tensor)?;
+    let hessian = hessian
+        .map(|moments| -> Result<Hessian, Error> {
+            let refused = |source| EncodeError::Hessian { tensor: tensor.into(), source };
+            let hessian = Hessian::new(moments, in_features).map_err(refused)?;
+            match &rotated {
+                Some((rotation, _)) => Ok(hessian.rotated(rotation)?),
+                None => Ok(hessian),
+            }
+        })
+        .transpose()?;
+    let hessian = hessian.as_ref();
+    match rotated {
+        Some((rotation, rotated)) => {
+            let encoded = encode_weight(&rotated, shape, options, hessian, tensor, progress)?;
+            Ok(Encoded { rotation: Some(rotation), ..encoded })
+        }
+        None => encode_weight(weight, shape, options, hessian, tensor, progress),
+    }
 }
 
 /// The axis that `options` asks for, decided by measured error (of the rotated weight, if it is to be rotated) where it
@@ -131,8 +170,8 @@ pub fn choose_axis<T: Copy + Into<f32>>(
 ) -> Result<Axis, Error> {
     let shape = (out_features, in_features);
     match rotate(weight, shape, options, tensor)? {
-        Some((_, rotated)) => axis(&rotated, shape, options, tensor),
-        None => axis(weight, shape, options, tensor),
+        Some((_, rotated)) => axis(&rotated, shape, options, false, tensor),
+        None => axis(weight, shape, options, false, tensor),
     }
 }
 
@@ -163,14 +202,21 @@ fn encode_weight<T: Copy + Into<f32>>(
     weight: &[T],
     shape: (usize, usize),
     options: &QuantizeOptions,
+    hessian: Option<&Hessian>,
     tensor: &str,
     progress: Option<&(dyn Fn(usize) + Sync)>,
 ) -> Result<Encoded, Error> {
-    let mut geometry = options.geometry(axis(weight, shape, options, tensor)?, shape.0, shape.1)?;
+    let axis = axis(weight, shape, options, hessian.is_some(), tensor)?;
+    let mut geometry = options.geometry(axis, shape.0, shape.1)?;
     if options.interleave {
         geometry = geometry.with_layout(Layout::Interleaved).unwrap_or(geometry);
     }
+    let damping = options.damping;
     let options = EncodeOptions { tensor, progress, scale: options.scale, ..EncodeOptions::default() };
+    if let Some(hessian) = hessian {
+        let stored = stored_rows(&geometry, weight, 0..geometry.rows())?;
+        return Ok(encode_with_feedback(&geometry, &stored, hessian, damping, &options)?);
+    }
     let mut encoder = Encoder::new(&geometry, &options)?;
     // Some rows at a time, so that the binary32 (and for axis 0 transposed) copy is never whole.
     let step = (CHUNK_WEIGHTS / geometry.cols()).max(1);
@@ -185,6 +231,7 @@ fn axis<T: Copy + Into<f32>>(
     weight: &[T],
     (out_features, in_features): (usize, usize),
     options: &QuantizeOptions,
+    feedback: bool,
     tensor: &str,
 ) -> Result<Axis, Error> {
     match options.axis {
@@ -198,6 +245,7 @@ fn axis<T: Copy + Into<f32>>(
         Err(other) => Err(other),
     };
     match (fits(Axis::Input)?, fits(Axis::Output)?) {
+        (_, Some(_)) if feedback => Ok(Axis::Output),
         (Some(input), Some(output)) => {
             let encode_options = EncodeOptions { tensor, scale: options.scale, ..EncodeOptions::default() };
             let error = |geometry: &Geometry| sample_error(weight, geometry, &encode_options);

@@ -560,6 +560,38 @@ pub enum ArtifactError {
     },
 }
 
+/// Second moments that cannot be used.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum HessianError {
+    /// The wrong number of moments.
+    #[error("Hessian has {found} elements, expected {in_features}x{in_features}")]
+    Length {
+        /// Moments given.
+        found: usize,
+        /// Input features.
+        in_features: usize,
+    },
+    /// NaN or infinity among the moments.
+    #[error("Hessian at row {row}, column {col} is {value}, expected a finite number")]
+    NotFinite {
+        /// Row.
+        row: usize,
+        /// Column.
+        col: usize,
+        /// The moment.
+        value: f64,
+    },
+    /// Moments of another layer's inputs.
+    #[error("Hessian is of {found} input features, expected {in_features}")]
+    Features {
+        /// Input features of the moments.
+        found: usize,
+        /// Input features of the layer.
+        in_features: usize,
+    },
+}
+
 /// Weights that cannot be encoded.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
@@ -599,6 +631,14 @@ pub enum EncodeError {
         row: usize,
         /// The row's root mean square.
         rms: f64,
+    },
+    /// Second moments that are none of this tensor's inputs.
+    #[error("tensor {tensor:?}: {source}")]
+    Hessian {
+        /// The tensor's name.
+        tensor: String,
+        /// What is wrong with them.
+        source: HessianError,
     },
     /// Instructions that were asked for and that this machine does not have.
     #[error("encode level {level:?} is not available on this machine")]

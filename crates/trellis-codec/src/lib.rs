@@ -19,9 +19,10 @@ pub mod reference;
 pub mod rotation;
 
 pub use encode::{
-    EncodeLevel, EncodeOptions, EncodeReport, Encoded, Encoder, ScaleRule, encode, stored_rows,
+    DEFAULT_DAMPING, EncodeLevel, EncodeOptions, EncodeReport, Encoded, Encoder, Fallback, FeedbackReport,
+    Hessian, ScaleRule, encode, encode_with_feedback, stored_rows,
 };
-pub use error::{ArtifactError, EncodeError, GeometryError, PackError, RotationError};
+pub use error::{ArtifactError, EncodeError, GeometryError, HessianError, PackError, RotationError};
 pub use format::{Axis, Geometry, Layout};
 pub use half::{bf16, f16};
 pub use rotation::Rotation;

@@ -96,7 +96,7 @@ impl Rotation {
     pub fn signs(&self, in_features: usize) -> Vec<f32> {
         let words = (1..=in_features.div_ceil(64) as u64).map(|n| split_mix_64(self.seed, n));
         let signs =
-            words.flat_map(|word| (0..64).map(move |bit| if word >> bit & 1 == 1 { -1.0 } else { 1.0 }));
+            words.flat_map(|word| (0..64).map(move |bit| if (word >> bit) & 1 == 1 { -1.0 } else { 1.0 }));
         signs.take(in_features).collect()
     }
 
@@ -222,7 +222,7 @@ mod tests {
         );
         let signs = Rotation::new(64, 1_234_567).unwrap().signs(192);
         for (i, sign) in signs.iter().enumerate() {
-            let bit = outputs[i / 64] >> (i % 64) & 1;
+            let bit = (outputs[i / 64] >> (i % 64)) & 1;
             assert_eq!(*sign, if bit == 1 { -1.0 } else { 1.0 });
         }
     }
@@ -234,16 +234,16 @@ mod tests {
         let signs = rotation.signs(n);
         let r = |i: usize, j: usize| {
             let same = i / 8 == j / 8;
-            let sign = if (i % 8 & j % 8).count_ones() % 2 == 1 { -1.0 } else { 1.0 };
+            let sign = if ((i % 8) & (j % 8)).count_ones() % 2 == 1 { -1.0 } else { 1.0 };
             if same { sign / 8f64.sqrt() * f64::from(signs[j]) } else { 0.0 }
         };
         let x: Vec<f32> = (0..2 * n).map(|i| (i as f32 * 0.7).sin()).collect();
         let mut rotated = x.clone();
         rotation.apply(&mut rotated, n).unwrap();
         for (x, y) in x.chunks(n).zip(rotated.chunks(n)) {
-            for i in 0..n {
+            for (i, &y) in y.iter().enumerate() {
                 let expected: f64 = (0..n).map(|j| r(i, j) * f64::from(x[j])).sum();
-                assert!((f64::from(y[i]) - expected).abs() < 1e-7, "{i}");
+                assert!((f64::from(y) - expected).abs() < 1e-7, "{i}");
             }
         }
         rotation.undo(&mut rotated, n).unwrap();

@@ -67,6 +67,15 @@ impl Runner {
             _ => None,
         }
     }
+
+    /// The level of half this one's lanes, where there is one that is faster for half as many blocks.
+    fn narrow(self) -> Option<Self> {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(_) => Self::new(EncodeLevel::Avx2),
+            _ => None,
+        }
+    }
 }
 
 /// A block to code.
@@ -117,6 +126,46 @@ impl Coder {
             #[cfg(target_arch = "aarch64")]
             Runner::Neon(simd) => self.run(simd, blocks, progress),
         }
+    }
+
+    /// The same coder for batches of at most `blocks` blocks: registers no wider than they fill.
+    pub(super) fn for_few(mut self, blocks: usize) -> Self {
+        if blocks <= 8
+            && let Some(narrow) = self.runner.narrow()
+        {
+            self.runner = narrow;
+        }
+        self
+    }
+
+    /// Working memory for [`Coder::code_with`].
+    pub(super) fn scratch(&self) -> Scratch {
+        let lanes = match self.runner {
+            Runner::Scalar => pulp::Scalar128b::F32_LANES,
+            #[cfg(target_arch = "x86_64")]
+            Runner::Avx2(_) => pulp::x86::V3::F32_LANES,
+            #[cfg(target_arch = "x86_64")]
+            Runner::Avx512(_) => pulp::x86::V4::F32_LANES,
+            #[cfg(target_arch = "aarch64")]
+            Runner::Neon(_) => pulp::aarch64::Neon::F32_LANES,
+        };
+        Scratch::new(&self.trellis, lanes)
+    }
+
+    /// [`Coder::code`] for few blocks, again and again: those of one register on this thread.
+    pub(super) fn code_with(&self, scratch: &mut Scratch, blocks: &[Block<'_>]) -> Vec<Batch> {
+        if blocks.len() > scratch.lanes() {
+            return self.code(blocks, &|_| {});
+        }
+        vec![match self.runner {
+            Runner::Scalar => self.batch(pulp::Scalar128b, scratch, blocks),
+            #[cfg(target_arch = "x86_64")]
+            Runner::Avx2(simd) => self.batch(simd, scratch, blocks),
+            #[cfg(target_arch = "x86_64")]
+            Runner::Avx512(simd) => self.batch(simd, scratch, blocks),
+            #[cfg(target_arch = "aarch64")]
+            Runner::Neon(simd) => self.batch(simd, scratch, blocks),
+        }]
     }
 
     fn run<S: Simd>(&self, simd: S, blocks: &[Block<'_>], progress: &(dyn Fn(usize) + Sync)) -> Vec<Batch> {

@@ -8,6 +8,8 @@
 //! rows are handed over.
 
 mod coder;
+mod feedback;
+mod hessian;
 mod scale;
 mod viterbi;
 
@@ -20,6 +22,8 @@ use crate::format::{Axis, Geometry};
 use crate::rotation::Rotation;
 pub use coder::EncodeLevel;
 use coder::{Block, Coder};
+pub use feedback::{DEFAULT_DAMPING, Fallback, FeedbackReport, encode_with_feedback};
+pub use hessian::Hessian;
 use scale::RowScale;
 pub use scale::ScaleRule;
 
@@ -62,6 +66,8 @@ pub struct EncodeReport {
     pub zero_rows: usize,
     /// Rows that are not all zero but whose scale rounds to zero in binary16; they decode to zero.
     pub underflowed_rows: usize,
+    /// What error feedback did, if it was asked for.
+    pub feedback: Option<FeedbackReport>,
 }
 
 impl EncodeReport {

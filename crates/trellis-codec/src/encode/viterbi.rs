@@ -88,6 +88,11 @@ impl Scratch {
             overlap: vec![0; lanes],
         }
     }
+
+    /// Blocks searched at once.
+    pub(super) fn lanes(&self) -> usize {
+        self.lanes
+    }
 }
 
 /// A slice that starts on a cache line, so that no register-wide access straddles two.
