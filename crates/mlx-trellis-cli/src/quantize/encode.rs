@@ -4,10 +4,11 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use mlx_rs::{Array, Dtype as MlxDtype, ops};
-use mlx_trellis::{EncodeReport, Encoded, f16, quantize_weight};
+use mlx_trellis::{EncodeReport, Encoded, f16, quantize_weight_with};
 use trellis_codec::artifact::{ArtifactWriter, Dtype, RawTensor};
 use trellis_codec::{Axis, Geometry, Layout};
 
+use super::calibration::Calibration;
 use super::options::{Affine, Rotate, Trellis};
 use super::plan::{Action, Step};
 use super::report::Row;
@@ -17,6 +18,7 @@ use crate::source::{Source, Values};
 /// Codes tensor `index` as the plan has it; `None` for one that is kept.
 pub(super) fn encode(
     source: &Source,
+    calibration: Option<&Calibration>,
     index: usize,
     step: &Step,
     progress: &(dyn Fn(usize) + Sync),
@@ -24,7 +26,11 @@ pub(super) fn encode(
     let start = Instant::now();
     let (parts, mut row) = match &step.action {
         Action::Keep { .. } => return Ok(None),
-        Action::Trellis(trellis) => encode_trellis(source.values(index)?, step, trellis, progress)?,
+        Action::Trellis(trellis) => {
+            let calibration = calibration.filter(|_| trellis.feedback.is_some());
+            let hessian = calibration.map(|c| c.hessian(step.module())).transpose()?;
+            encode_trellis(source.values(index)?, hessian.as_deref(), step, trellis, progress)?
+        }
         Action::Affine { affine, instead } => {
             let (parts, mut row) = encode_affine(source.values(index)?, step, *affine)
                 .with_context(|| format!("tensor {}", step.name))?;
@@ -41,15 +47,16 @@ pub(super) fn encode(
 
 fn encode_trellis(
     values: Values,
+    hessian: Option<&[f32]>,
     step: &Step,
     trellis: &Trellis,
     progress: &(dyn Fn(usize) + Sync),
 ) -> Result<(Vec<Part>, Row)> {
-    let (out, n, options) = (step.shape[0], step.shape[1], trellis.options()?);
+    let (out, n, options, name) = (step.shape[0], step.shape[1], trellis.options()?, &step.name);
     let encoded = match values {
-        Values::F32(w) => quantize_weight(&w, out, n, &options, &step.name, Some(progress)),
-        Values::F16(w) => quantize_weight(&w, out, n, &options, &step.name, Some(progress)),
-        Values::Bf16(w) => quantize_weight(&w, out, n, &options, &step.name, Some(progress)),
+        Values::F32(w) => quantize_weight_with(&w, out, n, &options, hessian, name, Some(progress)),
+        Values::F16(w) => quantize_weight_with(&w, out, n, &options, hessian, name, Some(progress)),
+        Values::Bf16(w) => quantize_weight_with(&w, out, n, &options, hessian, name, Some(progress)),
     }?;
     let Encoded { geometry: g, rotation, codes, scales, report } = &encoded;
     let codes = codes.iter().flat_map(|w| w.to_le_bytes()).collect();
@@ -68,6 +75,7 @@ fn encode_trellis(
         state_bits: Some(g.state_bits()),
         interleaved: Some(g.layout() == Layout::Interleaved),
         rotation: rotation.map(Into::into),
+        feedback: report.feedback.map(Into::into),
         relative_mse: report.relative_mse(),
         zero_rows: report.zero_rows,
         underflowed_rows: report.underflowed_rows,

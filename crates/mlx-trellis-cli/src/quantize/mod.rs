@@ -3,6 +3,7 @@
 //! A plan is made from names and shapes, carried out a tensor at a time into a folder that outlives the process, and
 //! put together at the end.
 
+mod calibration;
 mod encode;
 mod options;
 mod plan;
@@ -15,13 +16,14 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use trellis_codec::artifact::{ArtifactWriter, RawTensor, WriteOptions};
 
+use calibration::Calibration;
 pub(crate) use options::Args;
 use plan::{Action, Plan};
 use report::{Report, Row};
 use work::WorkFolder;
 
 use crate::progress::Progress;
-use crate::source::{Source, set_dtype};
+use crate::source::{Identity, Source, set_dtype};
 
 /// Runs the command.
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
@@ -34,7 +36,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
             tensor.stored
         );
     }
-    let plan = Plan::new(args, &source)?;
+    let calibration = args.calibration.as_deref().map(Calibration::open).transpose()?;
+    let plan = Plan::new(args, &source, calibration.as_ref())?;
     if plan.weights() == 0 {
         let tensors = plan.steps.len();
         bail!("{}: found no matrix to quantize among {tensors} tensors", args.source.display());
@@ -48,7 +51,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     if published {
         return finish(args, &plan, work, None);
     }
-    match carry_out(args, &source, &plan, &fingerprint, &work) {
+    match carry_out(args, (&source, calibration.as_ref()), &plan, &fingerprint, &work) {
         Ok(resumed) => finish(args, &plan, work, Some(resumed)),
         Err(error) => Err(match work.abandon() {
             None => error,
@@ -65,6 +68,7 @@ fn fingerprint(args: &Args, source: &Source, plan: &Plan) -> Result<Value> {
     Ok(json!({
         "version": env!("CARGO_PKG_VERSION"),
         "source": source.identity()?,
+        "calibration": args.calibration.as_deref().map(Identity::of).transpose()?,
         "max_shard_bytes": args.max_shard_bytes,
         "plan": plan,
     }))
@@ -73,7 +77,7 @@ fn fingerprint(args: &Args, source: &Source, plan: &Plan) -> Result<Value> {
 /// Codes what is not coded yet, and puts the artifact at the destination. Returns how many tensors had been coded.
 fn carry_out(
     args: &Args,
-    source: &Source,
+    (source, calibration): (&Source, Option<&Calibration>),
     plan: &Plan,
     fingerprint: &Value,
     work: &WorkFolder,
@@ -106,7 +110,7 @@ fn carry_out(
             continue;
         }
         let advance: &(dyn Fn(usize) + Sync) = &|n| progress.advance(n as u64);
-        if let Some((parts, row)) = encode::encode(source, index, step, advance)? {
+        if let Some((parts, row)) = encode::encode(source, calibration, index, step, advance)? {
             work.finish(index, &parts, &row)?;
             progress.line(&row.to_string());
         }

@@ -10,6 +10,7 @@ use mlx_trellis::{AxisChoice, Rotation, RotationError, ScaleRule};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use trellis_codec::DEFAULT_DAMPING;
 use trellis_codec::rotation::MAX_ROTATION_BLOCK;
 
 use crate::report::DtypeArg;
@@ -55,6 +56,12 @@ pub(crate) struct Args {
     /// Seed of the rotations' signs
     #[arg(long, default_value_t = 1)]
     rotate_seed: u64,
+    /// Feed errors back by the statistics that `trellis calibrate` wrote to this file
+    #[arg(long, value_name = "FILE")]
+    pub(super) calibration: Option<PathBuf>,
+    /// Part of the mean of a Hessian's diagonal that is added to it before errors are fed back
+    #[arg(long, default_value_t = DEFAULT_DAMPING, value_name = "PART")]
+    damping: f64,
     /// What becomes of embeddings and of matrices that no block fits: keep, or affine:BITS:GROUP
     #[arg(long, value_name = "RULE", default_value = "keep")]
     rest: Rest,
@@ -65,7 +72,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "GLOB")]
     exclude: Vec<String>,
     /// For tensors whose name matches, whatever else is said of them: BITS[,in|out|auto][,BLOCK][,rms|search]
-    /// [,rotate|rotate:BLOCK|unrotated], affine:BITS:GROUP, or keep; may be repeated, the last match counts
+    /// [,rotate|rotate:BLOCK|unrotated][,plain] (plain: without feedback), affine:BITS:GROUP, or keep; may be repeated, the last match counts
     #[arg(long, value_name = "GLOB=SPEC")]
     set: Vec<String>,
     /// A JSON object of such globs and specs; what --set says comes after it
@@ -170,7 +177,7 @@ impl From<Axis> for AxisChoice {
 }
 
 /// How a tensor is coded in trellis codes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(super) struct Trellis {
     pub(super) bits: u32,
     pub(super) axis: Axis,
@@ -179,6 +186,8 @@ pub(super) struct Trellis {
     pub(super) scale: Scale,
     /// Its block is the largest that may be taken.
     pub(super) rotate: Option<Rotate>,
+    /// Whether errors are fed back, with this damping.
+    pub(super) feedback: Option<f64>,
 }
 
 /// How a tensor is coded in MLX's affine groups.
@@ -189,7 +198,7 @@ pub(super) struct Affine {
 }
 
 /// What is to become of a tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Wish {
     Trellis(Trellis),
     Affine(Affine),
@@ -281,12 +290,18 @@ impl Rules {
                     args.axis == Axis::Auto
                         && args.block.is_none()
                         && !args.interleave
-                        && args.rotate.is_none(),
-                    "--axis, --block, --interleave and --rotate have no meaning with --method affine"
+                        && args.rotate.is_none()
+                        && args.calibration.is_none(),
+                    "--axis, --block, --interleave, --rotate and --calibration have no meaning with --method affine"
                 );
                 Wish::Affine(Affine { bits: args.bits, group: args.group }.check()?)
             }
             Method::Trellis => {
+                ensure!(
+                    args.damping.is_finite() && args.damping >= 0.0,
+                    "--damping is {}, expected zero or more",
+                    args.damping
+                );
                 ensure!((1..=4).contains(&args.bits), "--bits is {}, expected 1 to 4", args.bits);
                 let rotate =
                     args.rotate.map(|block| Rotate::new(block, args.rotate_seed).context("--rotate"));
@@ -297,6 +312,7 @@ impl Rules {
                     interleave: args.interleave,
                     scale: args.scale,
                     rotate: rotate.transpose()?,
+                    feedback: args.calibration.is_some().then_some(args.damping),
                 })
             }
         };
@@ -382,6 +398,7 @@ fn wish(default: &Wish, seed: u64, spec: &str) -> Result<Wish> {
                     "auto" => trellis.axis = Axis::Auto,
                     "rms" => trellis.scale = Scale::Rms,
                     "search" => trellis.scale = Scale::Search,
+                    "plain" => trellis.feedback = None,
                     "unrotated" => trellis.rotate = None,
                     "rotate" => trellis.rotate = Some(Rotate::new(MAX_ROTATION_BLOCK, seed)?),
                     other => {
@@ -389,8 +406,8 @@ fn wish(default: &Wish, seed: u64, spec: &str) -> Result<Wish> {
                             other.strip_prefix("rotate:").map_or((false, other), |block| (true, block));
                         let block = number.parse().with_context(|| {
                             format!(
-                                "{}: {other:?}, expected in, out, auto, a block, rms, search, rotate, rotate:BLOCK or \
-                                 unrotated",
+                                "{}: {other:?}, expected in, out, auto, a block, rms, search, rotate, rotate:BLOCK, \
+                                 unrotated or plain",
                                 at()
                             )
                         })?;

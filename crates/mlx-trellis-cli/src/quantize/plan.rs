@@ -5,8 +5,9 @@ use mlx_trellis::{AxisChoice, Error, QuantizeOptions};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use trellis_codec::artifact::Dtype;
-use trellis_codec::{Axis as CodecAxis, GeometryError};
+use trellis_codec::{Axis as CodecAxis, DEFAULT_DAMPING, GeometryError};
 
+use super::calibration::Calibration;
 use super::options::{Affine, Args, Rest, Rotate, Rules, Trellis, Wish};
 use crate::source::{Source, Stored, TensorInfo};
 
@@ -50,7 +51,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    pub(super) fn new(args: &Args, source: &Source) -> Result<Self> {
+    pub(super) fn new(args: &Args, source: &Source, calibration: Option<&Calibration>) -> Result<Self> {
         let rules = Rules::new(args)?;
         let config_dtype = match (args.dtype, source) {
             (Some(dtype), _) => Some(dtype.file()),
@@ -60,6 +61,9 @@ impl Plan {
         let steps = source.tensors().iter().map(|info| step(&rules, info, config_dtype));
         let plan = Self { steps: steps.collect::<Result<_>>()?, config_dtype };
         rules.check_matched()?;
+        if let Some(calibration) = calibration {
+            plan.steps.iter().filter(|s| s.feeds_back()).try_for_each(|s| calibration.check(s))?;
+        }
         Ok(plan)
     }
 
@@ -119,6 +123,11 @@ impl Step {
         self.shape.iter().map(|&d| d as u64).product()
     }
 
+    /// Whether its errors are fed back.
+    pub(super) fn feeds_back(&self) -> bool {
+        matches!(&self.action, Action::Trellis(Trellis { feedback: Some(_), .. }))
+    }
+
     /// The path of the module whose weight it is.
     pub(super) fn module(&self) -> &str {
         self.name.strip_suffix(".weight").unwrap_or(&self.name)
@@ -134,6 +143,7 @@ impl Trellis {
             interleave: self.interleave,
             scale: self.scale.into(),
             rotation: self.rotate.map(Rotate::rotation).transpose()?,
+            damping: self.feedback.unwrap_or(DEFAULT_DAMPING),
             ..QuantizeOptions::with_bits(self.bits)
         })
     }

@@ -4,9 +4,28 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
+use trellis_codec::FeedbackReport;
 
 use super::options::{Args, Rotate};
 use super::plan::{Action, Plan, Step};
+
+/// What error feedback did.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Feedback {
+    /// Error of the outputs over the calibration text, relative to the outputs.
+    proxy_loss: f64,
+    /// The same of plain coding.
+    plain_proxy_loss: f64,
+    /// Why plain coding was kept, if it was.
+    fallback: Option<String>,
+}
+
+impl From<FeedbackReport> for Feedback {
+    fn from(report: FeedbackReport) -> Self {
+        let FeedbackReport { proxy_loss, plain_proxy_loss, fallback } = report;
+        Self { proxy_loss, plain_proxy_loss, fallback: fallback.map(|f| f.to_string()) }
+    }
+}
 
 /// A tensor that was quantized.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -31,6 +50,9 @@ pub(super) struct Row {
     /// Trellis: how the input is rotated, if it is.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(super) rotation: Option<Rotate>,
+    /// Trellis: what error feedback did, if it was asked for.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(super) feedback: Option<Feedback>,
     /// Affine: weights in a group.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(super) group: Option<usize>,
@@ -61,6 +83,7 @@ impl Row {
             state_bits: None,
             interleaved: None,
             rotation: None,
+            feedback: None,
             group: None,
             instead_of_trellis: None,
             bytes: 0,
@@ -90,6 +113,13 @@ impl std::fmt::Display for Row {
             (.., group) => write!(f, "affine {} bits g{}", self.bits, group.unwrap_or_default())?,
         }
         write!(f, ": relative mse {:.5}, {:.1} s", self.relative_mse, self.seconds)?;
+        if let Some(Feedback { proxy_loss, plain_proxy_loss, fallback }) = &self.feedback {
+            write!(f, ", of outputs {proxy_loss:.5}")?;
+            match fallback {
+                Some(reason) => write!(f, " (no feedback: {reason})")?,
+                None => write!(f, " (plain {plain_proxy_loss:.5})")?,
+            }
+        }
         if self.zero_rows + self.underflowed_rows > 0 {
             write!(
                 f,
@@ -192,6 +222,18 @@ impl<'a> Report<'a> {
                 String::new()
             }
         );
+        let fed: Vec<&Feedback> = self.quantized.iter().filter_map(|r| r.feedback.as_ref()).collect();
+        if !fed.is_empty() {
+            let kept = fed.iter().filter(|f| f.fallback.is_some()).count();
+            let mean =
+                |f: &dyn Fn(&Feedback) -> f64| fed.iter().map(|x| f(x)).sum::<f64>() / fed.len() as f64;
+            println!(
+                "{} modules with feedback, {kept} of them kept plain; error of outputs {:.5} on average, plain {:.5}",
+                fed.len(),
+                mean(&|f| f.proxy_loss),
+                mean(&|f| f.plain_proxy_loss)
+            );
+        }
         print_kept(self.kept.iter().map(|k| (k.reason, k.bytes)));
         println!("{:.1} MB of tensors in all", self.tensor_bytes as f64 / 1e6);
         if let Some(peak) = self.peak_bytes {

@@ -170,7 +170,8 @@ impl Source {
 }
 
 impl Identity {
-    fn of(path: &Path) -> Result<Self> {
+    /// Of one file.
+    pub(crate) fn of(path: &Path) -> Result<Self> {
         let read = || -> Result<Self> {
             let metadata = path.metadata()?;
             let since = metadata.modified()?.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();

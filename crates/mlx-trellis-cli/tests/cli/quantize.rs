@@ -395,6 +395,50 @@ fn inputs_can_be_rotated() {
 }
 
 #[test]
+fn errors_are_fed_back_by_a_calibration() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = model(folder.path(), 1);
+    let file = folder.path().join("moments");
+    let modules = [("self_attn.q_proj", 256), ("mlp.up_proj", 256), ("mlp.down_proj", 160)];
+    let write = |count: usize| {
+        let _ = std::fs::remove_dir_all(&file);
+        let mut writer = ArtifactWriter::create(&file, WriteOptions::default()).unwrap();
+        for &(module, n) in &modules[..count] {
+            // Inputs that go up and down together: neighbours weigh on each other by 0.9 to the distance.
+            let moment = |i: usize| 0.9f32.powi((i / n).abs_diff(i % n) as i32).to_le_bytes();
+            let bytes: Vec<u8> = (0..n * n).flat_map(moment).collect();
+            let raw = RawTensor { dtype: Dtype::F32, shape: &[n, n], bytes: &bytes };
+            writer.add_tensor(&format!("model.layers.0.{module}.hessian"), raw).unwrap();
+        }
+        writer.finish().unwrap();
+    };
+    write(2);
+    let moments = file.join("model.safetensors");
+    let output = folder.path().join("out");
+    let args = ["quantize", s(&source), "-o", s(&output), "--bits", "2", "--calibration", s(&moments)];
+    let error = fails(&args);
+    assert!(
+        error.contains("tensor model.layers.0.mlp.down_proj.hessian") && error.contains("plain"),
+        "{error}"
+    );
+    assert!(!output.exists() && !folder.path().join(".out.quantize").exists());
+    let report = run(&[&args[..], &["--json", "--set", "*.down_proj=2,plain"]].concat());
+    let rows = report["quantized"].as_array().unwrap();
+    for row in &rows[..2] {
+        let [loss, plain] = ["proxy_loss", "plain_proxy_loss"].map(|k| row["feedback"][k].as_f64().unwrap());
+        assert!(loss < 0.7 * plain, "{row}");
+        assert_eq!(row["feedback"]["fallback"], Value::Null);
+    }
+    assert_eq!(rows[2].get("feedback"), None);
+
+    write(3);
+    let report = run(&[&args[..], &["--json", "--overwrite", "--rotate"]].concat());
+    assert!(report["quantized"][2]["feedback"]["proxy_loss"].is_number());
+    let error = fails(&[&args[..], &["--set", "*.down_proj=2", "--method", "affine"]].concat());
+    assert!(error.contains("no meaning with --method affine"), "{error}");
+}
+
+#[test]
 fn trellis_codes_are_decoded_and_other_schemes_refused() {
     let folder = tempfile::tempdir().unwrap();
     let source = model(folder.path(), 1);
