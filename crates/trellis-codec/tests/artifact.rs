@@ -10,8 +10,8 @@ use rstest::rstest;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use trellis_codec::artifact::{
-    Artifact, ArtifactWriter, Dtype, Entry, KeySpace, Quantization, RawTensor, Tensors, TrellisEntry,
-    WriteOptions,
+    ARTIFACT_FOLDER, Artifact, ArtifactWriter, Dtype, Entry, KeySpace, Quantization, RawTensor, Tensors,
+    TrellisEntry, WriteOptions,
 };
 use trellis_codec::{ArtifactError, Axis, EncodeReport, Encoded, Geometry, Layout, Rotation, cases, f16};
 
@@ -818,6 +818,51 @@ fn the_writer_refuses_what_the_reader_would() {
     assert_eq!(names(&path), ["Cargo.toml", "config.json", "model.safetensors"]);
     assert_eq!(fs::read(path.join("Cargo.toml")).unwrap(), fs::read(manifest).unwrap());
     assert_eq!(fs::read_to_string(path.join("config.json")).unwrap(), "{}\n");
+}
+
+#[test]
+fn files_can_be_written_from_memory() {
+    let (_folder, path) = destination();
+    let mut writer = ArtifactWriter::create(&path, WriteOptions::default()).unwrap();
+    writer.add_file("tokenizer.json", b"{}").unwrap();
+    for name in ["tokenizer.json", "config.json", "model.safetensors", "a/b", ".."] {
+        assert_refused(writer.add_file(name, b""), "Name", &["out", name]);
+    }
+    writer.finish().unwrap();
+    assert_eq!(fs::read(path.join("tokenizer.json")).unwrap(), b"{}");
+}
+
+#[test]
+fn tensors_can_be_read_without_the_map() {
+    let (_folder, path) = destination();
+    let mut writer = ArtifactWriter::create(&path, WriteOptions::default()).unwrap();
+    writer
+        .add_tensor("model.language_model.a", RawTensor { dtype: Dtype::U8, shape: &[3], bytes: &[1, 2, 3] })
+        .unwrap();
+    writer.add_tensor("b", RawTensor { dtype: Dtype::F16, shape: &[1], bytes: &[4, 5] }).unwrap();
+    writer.finish().unwrap();
+    let tensors = Tensors::open(&path).unwrap();
+    assert_eq!(tensors.read("language_model.model.a").unwrap(), [1, 2, 3]);
+    assert_eq!(tensors.read("b").unwrap(), [4, 5]);
+    assert_refused(tensors.read("c"), "NoTensor", &["out", "tensor c"]);
+    // What a map would answer with a signal.
+    let file = fs::File::options().write(true).open(path.join("model.safetensors")).unwrap();
+    file.set_len(8).unwrap();
+    assert_refused(tensors.read("b"), "Io", &["model.safetensors", "read"]);
+}
+
+#[test]
+fn staging_is_where_it_was_asked_for() {
+    let (folder, path) = destination();
+    let staging = folder.path().join("work");
+    fs::create_dir_all(staging.join(ARTIFACT_FOLDER)).unwrap();
+    fs::write(staging.join("old"), "").unwrap();
+    let options = WriteOptions { staging: Some(staging.clone()), ..WriteOptions::default() };
+    let mut writer = ArtifactWriter::create(&path, options).unwrap();
+    assert_eq!(names(&staging), [ARTIFACT_FOLDER], "what was there is gone");
+    writer.add_tensor("a", RawTensor { dtype: Dtype::U8, shape: &[1], bytes: &[1] }).unwrap();
+    writer.finish().unwrap();
+    assert_eq!(names(folder.path()), ["out"]);
 }
 
 #[test]

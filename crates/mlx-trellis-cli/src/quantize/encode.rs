@@ -134,10 +134,7 @@ pub(super) fn add(writer: &mut ArtifactWriter, work: &WorkFolder, index: usize, 
             let name = format!("{}.{suffix}", row.module);
             let bytes = parts.read(&name)?;
             let part = parts.get(&name).with_context(|| format!("tensor {name} is missing"))?;
-            writer.add_tensor(
-                &name,
-                RawTensor { dtype: part.dtype, shape: &part.shape.to_vec(), bytes: &bytes },
-            )?;
+            writer.add_tensor(&name, RawTensor { dtype: part.dtype, shape: part.shape, bytes: &bytes })?;
         }
         return Ok(());
     }

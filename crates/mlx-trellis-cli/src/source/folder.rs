@@ -28,7 +28,7 @@ pub(crate) struct Folder {
 
 enum Opened {
     /// With a `config.json`.
-    Artifact(Artifact),
+    Artifact(Box<Artifact>),
     /// Without.
     Tensors(Tensors),
 }
@@ -40,7 +40,7 @@ impl Folder {
         let opened = match &folder {
             Some(folder) if folder.join(CONFIG).exists() => {
                 refuse_foreign(folder)?;
-                Opened::Artifact(Artifact::open(path)?)
+                Opened::Artifact(Box::new(Artifact::open(path)?))
             }
             _ => Opened::Tensors(Tensors::open(path)?),
         };

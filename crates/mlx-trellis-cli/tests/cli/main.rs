@@ -1,6 +1,7 @@
 //! The binary as a user runs it.
 
 mod dequantize;
+mod interrupt;
 mod quantize;
 
 use std::collections::HashMap;

@@ -267,6 +267,7 @@ impl ArtifactWriter {
             return Err(ArtifactError::Destination { path: source.to_owned() });
         };
         let name = name.to_string_lossy().into_owned();
+        self.check_file(&name)?;
         let from = File::open(source).map_err(io_error(source, "open"))?;
         self.copy(name, from)
     }
@@ -279,14 +280,16 @@ impl ArtifactWriter {
         if Path::new(name).file_name() != Some(name.as_ref()) {
             return Err(self.name_error(name));
         }
+        self.check_file(name)?;
         self.copy(name.to_owned(), content)
     }
 
-    fn copy(&mut self, name: String, mut from: impl io::Read) -> Result<(), ArtifactError> {
+    fn check_file(&self, name: &str) -> Result<(), ArtifactError> {
         let reserved = name == CONFIG_FILE || name == INDEX_FILE || name.ends_with(".safetensors");
-        if reserved || self.files.contains(&name) {
-            return Err(self.name_error(&name));
-        }
+        if reserved || self.files.contains(name) { Err(self.name_error(name)) } else { Ok(()) }
+    }
+
+    fn copy(&mut self, name: String, mut from: impl io::Read) -> Result<(), ArtifactError> {
         self.guarded(|writer| {
             let path = writer.folder.join(&name);
             let mut to = File::create_new(&path).map_err(io_error(&path, "create"))?;
