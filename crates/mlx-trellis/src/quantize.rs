@@ -117,11 +117,13 @@ pub fn quantize_weight<T: Copy + Into<f32>>(
 }
 
 /// [`quantize_weight`] with error feedback, if the second moments of the layer's inputs are given: `hessian` is the mean of
-/// `x xᵀ`, row-major `[in_features, in_features]`, of the inputs as the layer is given them, before any rotation.
+/// `x xᵀ`, row-major `[in_features, in_features]`, of the inputs as the layer is given them, before any rotation, every
+/// one divided by its own rms (why: [`Hessian`]).
 ///
 /// The report's [`feedback`](trellis_codec::EncodeReport::feedback) says what it gained, or why plain coding was kept.
 /// [`AxisChoice::Auto`] takes axis 0 then, if it divides into blocks: there every input feature's error reaches the next,
-/// and on SmolLM2-135M-Instruct axis 0 had the lower proxy loss for each of 21 matrices, rotated or not.
+/// and on SmolLM2-135M-Instruct axis 0 had the lower proxy loss for each of 21 matrices at 3 bits,
+/// rotated or not.
 ///
 /// # Errors
 /// As [`quantize_weight`], and a Hessian of the wrong size or with NaN or infinity in it.

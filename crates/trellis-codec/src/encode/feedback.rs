@@ -82,7 +82,7 @@ impl std::fmt::Display for Fallback {
 ///
 /// Plain coding is worked out too and kept where feedback does not help; the report's
 /// [`feedback`](EncodeReport::feedback) says so. Takes several copies of the weight in memory and, for `n` input
-/// features, `24 * n^2` bytes. May be called from several threads, rayon's among them.
+/// features, about `32 * n^2` bytes. May be called from several threads, rayon's among them.
 ///
 /// # Errors
 /// As [`encode`], and moments of another number of input features.

@@ -17,6 +17,11 @@ const PARALLEL: usize = 1 << 27;
 
 /// `H [in, in]`, the mean of `x xᵀ` over the inputs `x [in]` that a layer sees: half the Hessian of the layer's mean
 /// squared output error with respect to a row of its weight, whence the name (GPTQ, arXiv 2210.17323, section 2).
+///
+/// Every `x` should count alike: divide it by its own rms first. Some models have a token whose input to one layer is
+/// hundreds of times larger than any other's (SmolLM2-135M-Instruct, layer 11, `down_proj`, the first token: 355,000
+/// times the median energy). Left as it is, it is all that `H` is about, and feedback then spoils the layer for every
+/// other token without any loss that `H` could show: at 3 bits this one matrix took the model's KL divergence to 2.4.
 #[derive(Debug, Clone)]
 pub struct Hessian {
     moments: Array2<f64>,
