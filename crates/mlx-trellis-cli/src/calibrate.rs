@@ -17,7 +17,8 @@ use mlx_trellis_models::{LayerCache, LinearInfo, Observer, Tokenizer};
 use serde_json::{Map, Value, json};
 use tempfile::NamedTempFile;
 
-use crate::lm::{self, Backend, Peak, Progress};
+use crate::lm::{self, Backend, Peak};
+use crate::progress::Steps;
 use crate::report::{DtypeArg, NO_DEVICE};
 
 #[derive(clap::Args)]
@@ -96,7 +97,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let mut windows =
         tokens.chunks(args.context).map(|window| model.embed(window)).collect::<Result<Vec<_>, _>>()?;
     let layers = model.config().num_hidden_layers as usize;
-    let mut progress = Progress::new("windows through layers", windows.len() * layers);
+    let mut progress = Steps::new("windows through layers", windows.len() * layers);
     for layer in 0..layers {
         let mut moments = Moments::default();
         for x in &mut windows {

@@ -10,7 +10,8 @@ use mlx_trellis_models::{LinearInfo, Model, Tokenizer};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::lm::{self, Backend, Peak, Progress};
+use crate::lm::{self, Backend, Peak};
+use crate::progress::Steps;
 use crate::report::{DtypeArg, NO_DEVICE};
 
 #[derive(clap::Args)]
@@ -117,7 +118,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 
     let started = Instant::now();
     let windows = windows(tokens.len(), args.context);
-    let mut progress = Progress::new(
+    let mut progress = Steps::new(
         "windows through models",
         windows.len() * (contenders.len() + usize::from(reference.is_some())),
     );

@@ -57,7 +57,7 @@ fn model(folder: &Path, name: &str, form: impl Fn(&str) -> Form) -> PathBuf {
 }
 
 fn coded(bits: u32) -> impl Fn(&str) -> Form {
-    move |_| Form::Trellis { bits, axis: AxisChoice::Input }
+    move |_| Form::Trellis { bits, axis: AxisChoice::Input, rotated: false }
 }
 
 #[test]

@@ -251,7 +251,7 @@ fn follows_mlx_in_what_is_affine() {
 #[test]
 fn refuses_trellis_modules_that_do_not_fit() {
     let trellis = |path: &str| match path.ends_with("mlp.up_proj") || path.ends_with("embed_tokens") {
-        true => Form::Trellis { bits: 3, axis: AxisChoice::Auto },
+        true => Form::Trellis { bits: 3, axis: AxisChoice::Auto, rotated: false },
         false => Form::Dense,
     };
     let attempt = |config: Value, form: &dyn Fn(&str) -> Form, shape: [usize; 2]| {
@@ -274,7 +274,7 @@ fn refuses_trellis_modules_that_do_not_fit() {
     let folder = scratch();
     let form = |path: &str| {
         if path.ends_with("gate_proj") {
-            Form::Trellis { bits: 2, axis: AxisChoice::Auto }
+            Form::Trellis { bits: 2, axis: AxisChoice::Auto, rotated: false }
         } else {
             Form::Dense
         }

@@ -126,10 +126,22 @@ fn computes_in_the_dtype_asked_for() {
 fn mixed(module: &str) -> Form {
     match module {
         _ if module.ends_with("embed_tokens") => Form::Dense,
-        _ if module.ends_with("q_proj") => Form::Trellis { bits: 4, axis: AxisChoice::Output },
+        _ if module.ends_with("q_proj") => {
+            Form::Trellis { bits: 4, axis: AxisChoice::Output, rotated: false }
+        }
         _ if module.ends_with("v_proj") => Form::Dense,
-        _ if module.contains("layers.1.mlp") => Form::Trellis { bits: 2, axis: AxisChoice::Input },
-        _ => Form::Trellis { bits: 3, axis: AxisChoice::Auto },
+        _ if module.contains("layers.1.mlp") => {
+            Form::Trellis { bits: 2, axis: AxisChoice::Input, rotated: false }
+        }
+        _ => Form::Trellis { bits: 3, axis: AxisChoice::Auto, rotated: false },
+    }
+}
+
+/// The same with rotated inputs.
+fn rotated(module: &str) -> Form {
+    match mixed(module) {
+        Form::Trellis { bits, axis, .. } => Form::Trellis { bits, axis, rotated: true },
+        other => other,
     }
 }
 
@@ -243,9 +255,10 @@ fn trellis_is_dense_within_the_propagated_bound() {
 
 #[test]
 fn trellis_and_dense_choose_the_same_64_tokens() {
-    for family in ["llama", "qwen3"] {
+    let forms: [fn(&str) -> Form; 2] = [mixed, rotated];
+    for (family, form) in ["llama", "qwen3"].into_iter().flat_map(|family| forms.map(|form| (family, form))) {
         let folder = scratch();
-        let path = write_model(&folder.path().join("m"), &tiny(family), "model", mixed, as_stored);
+        let path = write_model(&folder.path().join("m"), &tiny(family), "model", form, as_stored);
         let mut model = load(path);
         let (mut plain, _) = dequantized(&model);
         let prompt = tokens("greedy", 9, 96);
@@ -256,6 +269,8 @@ fn trellis_and_dense_choose_the_same_64_tokens() {
         let found = greedy(&mut model);
         assert_eq!(found.len(), 64);
         assert_eq!(found, greedy(&mut plain), "{family}");
+        let worst = greatest_difference(&logits(&mut model, &found), &logits(&mut plain, &found));
+        assert!(worst < 1e-3, "{family}: {worst}");
     }
 }
 

@@ -38,7 +38,11 @@ enum Command {
         what: Download,
     },
     /// Run the main examples: a full-size layer, then real weights
-    Demo,
+    Demo {
+        /// Quantize a language model instead, generate text with it, and measure it
+        #[arg(long)]
+        model: bool,
+    },
     /// Run every test: pure packages in parallel, those that use MLX with one thread
     Test {
         /// Also run the big opt-in tests (sets TRELLIS_FULL=1)
@@ -115,7 +119,8 @@ fn run(cli: Cli) -> Result<()> {
             println!("{}", fetch::smollm2(&workspace)?.display());
             Ok(())
         }
-        Command::Demo => steps::demo(&workspace),
+        Command::Demo { model: false } => steps::demo(&workspace),
+        Command::Demo { model: true } => steps::demo_model(&workspace),
         Command::Test { full } => steps::test(&workspace, full),
         Command::Ci => steps::ci(&workspace),
         Command::Bindings { mlx_c, prelude, compiler_include, out } => {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use mlx_rs::Array;
 use mlx_trellis::artifact::to_bytes;
-use mlx_trellis::{AxisChoice, QuantizeOptions, quantize_weight};
+use mlx_trellis::{AxisChoice, QuantizeOptions, Rotation, quantize_weight};
 use serde_json::{Value, json};
 use trellis_codec::artifact::{ArtifactWriter, Dtype, RawTensor, WriteOptions};
 
@@ -77,7 +77,7 @@ pub(crate) fn tensors(config: &Value, root: &str) -> Vec<(String, Vec<usize>)> {
 pub(crate) enum Form {
     Dense,
     Affine { bits: i32, group_size: i32 },
-    Trellis { bits: u32, axis: AxisChoice },
+    Trellis { bits: u32, axis: AxisChoice, rotated: bool },
 }
 
 /// A folder being written.
@@ -118,10 +118,11 @@ impl Folder {
                     self.raw(&format!("{path}.{part}"), dtype, &dims(&array), &bytes);
                 }
             }
-            Form::Trellis { bits, axis } => {
-                let options = QuantizeOptions { bits, axis, ..QuantizeOptions::default() };
-                let e = quantize_weight(values, out, inputs, &options, path, None).unwrap();
-                self.writer.add_module(path, &e.geometry, &e.codes, &e.scales, None).unwrap();
+            Form::Trellis { bits, axis, rotated } => {
+                let rotation = rotated.then(|| Rotation::new(32, 1).unwrap());
+                let options = QuantizeOptions { bits, axis, rotation, ..QuantizeOptions::default() };
+                let encoded = quantize_weight(values, out, inputs, &options, path, None).unwrap();
+                self.writer.add_encoded(path, &encoded, None).unwrap();
             }
         }
     }
