@@ -108,7 +108,12 @@ pub fn encode_with_feedback(
     };
     let plain_proxy_loss = loss(&plain);
     let mut done = 0;
-    let fallback = match feed(geometry, weights, hessian, damping, options, &mut done) {
+    let coder = Coder::new(geometry, options.level)?;
+    let coder = match geometry.axis() {
+        Axis::Output => coder.for_few(geometry.blocks_per_row()),
+        Axis::Input => coder,
+    };
+    let fallback = match feed(coder, geometry, weights, hessian, damping, options, &mut done) {
         Err(fallback) => fallback,
         Ok(mut fed) => {
             let errors = errors(geometry, weights, &fed.codes, &fed.scales);
@@ -135,6 +140,7 @@ pub fn encode_with_feedback(
 
 /// Codes with feedback; `done` counts the weights that `options.progress` was told of.
 fn feed(
+    coder: Coder,
     geometry: &Geometry,
     weights: &[f32],
     hessian: &Hessian,
@@ -142,11 +148,9 @@ fn feed(
     options: &EncodeOptions<'_>,
     done: &mut usize,
 ) -> Result<Encoded, Fallback> {
-    let coder = Coder::new(geometry, options.level).map_err(|_| Fallback::BlowUp)?;
-    let coder = match geometry.axis() {
-        Axis::Output => coder.for_few(geometry.blocks_per_row()),
-        Axis::Input => coder,
-    };
+    if hessian.is_zero() {
+        return Err(Fallback::NoInputs);
+    }
     let mut feed = Feed {
         geometry,
         options,
@@ -156,25 +160,17 @@ fn feed(
         report: EncodeReport::default(),
         done,
     };
-    let n = geometry.in_features();
-    let factor = |order: &[usize], block| hessian.unit_factor(order, block, damping);
+    let factor = |order: &[usize], block| {
+        hessian.unit_factor(order, block, damping).ok_or(Fallback::NotPositiveDefinite)
+    };
     match geometry.axis() {
         Axis::Output => {
             let order = hessian.order();
-            let last = order.last().copied().unwrap_or_default();
-            if hessian.is_zero(last) {
-                return Err(Fallback::NoInputs);
-            }
-            let m = factor(&order, 1).ok_or(Fallback::NotPositiveDefinite)?;
-            feed.rows(weights, &order, &m)?;
+            feed.rows(weights, &order, &factor(&order, 1)?)?;
         }
         Axis::Input => {
-            let order: Vec<usize> = (0..n).collect();
-            if order.iter().all(|&i| hessian.is_zero(i)) {
-                return Err(Fallback::NoInputs);
-            }
-            let m = factor(&order, geometry.block()).ok_or(Fallback::NotPositiveDefinite)?;
-            feed.blocks(weights, &m)?;
+            let order: Vec<usize> = (0..geometry.cols()).collect();
+            feed.blocks(weights, &factor(&order, geometry.block())?)?;
         }
     }
     let Feed { codes, scales, report, .. } = feed;

@@ -56,9 +56,9 @@ impl Hessian {
         Ok(self)
     }
 
-    /// Whether a feature was always zero.
-    pub(super) fn is_zero(&self, feature: usize) -> bool {
-        self.moments[(feature, feature)] == 0.0
+    /// Whether no input was ever anything but zero.
+    pub(super) fn is_zero(&self) -> bool {
+        self.moments.diag().iter().all(|&m| m == 0.0)
     }
 
     /// Features by rising second moment.
