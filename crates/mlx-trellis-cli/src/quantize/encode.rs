@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use mlx_rs::{Array, Dtype as MlxDtype, ops};
 use mlx_trellis::{EncodeReport, Encoded, f16, quantize_weight_with};
 use trellis_codec::artifact::{ArtifactWriter, Dtype, RawTensor};
@@ -15,25 +15,39 @@ use super::report::Row;
 use super::work::{Part, WorkFolder};
 use crate::source::{Source, Values};
 
-/// Codes tensor `index` as the plan has it; `None` for one that is kept.
-pub(super) fn encode(
+/// A tensor that is about to be coded.
+pub(super) struct Task {
+    pub(super) index: usize,
+    values: Values,
+    hessian: Option<Vec<f32>>,
+    seconds: f64,
+}
+
+/// Reads what coding tensor `index` takes.
+pub(super) fn read(
     source: &Source,
     calibration: Option<&Calibration>,
     index: usize,
     step: &Step,
-    progress: &(dyn Fn(usize) + Sync),
-) -> Result<Option<(Vec<Part>, Row)>> {
+) -> Result<Task> {
+    let start = Instant::now();
+    let calibration = calibration.filter(|_| step.feeds_back());
+    let hessian = calibration.map(|c| c.hessian(step.module())).transpose()?;
+    let values = source.values(index)?;
+    Ok(Task { index, values, hessian, seconds: start.elapsed().as_secs_f64() })
+}
+
+/// Codes a tensor as the plan has it.
+pub(super) fn encode(task: Task, step: &Step, progress: &(dyn Fn(usize) + Sync)) -> Result<(Vec<Part>, Row)> {
     let start = Instant::now();
     let (parts, mut row) = match &step.action {
-        Action::Keep { .. } => return Ok(None),
+        Action::Keep { .. } => bail!("tensor {} is to be kept", step.name),
         Action::Trellis(trellis) => {
-            let calibration = calibration.filter(|_| trellis.feedback.is_some());
-            let hessian = calibration.map(|c| c.hessian(step.module())).transpose()?;
-            encode_trellis(source.values(index)?, hessian.as_deref(), step, trellis, progress)?
+            encode_trellis(task.values, task.hessian.as_deref(), step, trellis, progress)?
         }
         Action::Affine { affine, instead } => {
-            let (parts, mut row) = encode_affine(source.values(index)?, step, *affine)
-                .with_context(|| format!("tensor {}", step.name))?;
+            let (parts, mut row) =
+                encode_affine(task.values, step, *affine).with_context(|| format!("tensor {}", step.name))?;
             progress(usize::try_from(step.len())?);
             row.instead_of_trellis.clone_from(instead);
             (parts, row)
@@ -41,8 +55,8 @@ pub(super) fn encode(
     };
     row.bytes = parts.iter().map(|(.., bytes)| bytes.len() as u64).sum();
     row.bits_per_weight = row.bytes as f64 * 8.0 / step.len() as f64;
-    row.seconds = start.elapsed().as_secs_f64();
-    Ok(Some((parts, row)))
+    row.seconds = task.seconds + start.elapsed().as_secs_f64();
+    Ok((parts, row))
 }
 
 fn encode_trellis(
@@ -87,7 +101,7 @@ fn encode_trellis(
 fn encode_affine(values: Values, step: &Step, affine: Affine) -> Result<(Vec<Part>, Row)> {
     let original = values.into_f32();
     if let Some(at) = original.iter().position(|w| !w.is_finite()) {
-        anyhow::bail!("element {at} is {}, expected a finite number", original[at]);
+        bail!("element {at} is {}, expected a finite number", original[at]);
     }
     let (group, bits) = (i32::try_from(affine.group)?, i32::try_from(affine.bits)?);
     let shape = [i32::try_from(step.shape[0])?, i32::try_from(step.shape[1])?];

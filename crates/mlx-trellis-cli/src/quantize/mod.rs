@@ -11,12 +11,15 @@ mod report;
 mod work;
 
 use std::process::ExitCode;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
+use std::thread;
 
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use trellis_codec::artifact::{ArtifactWriter, RawTensor, WriteOptions};
 
 use calibration::Calibration;
+use encode::Task;
 pub(crate) use options::Args;
 use plan::{Action, Plan};
 use report::{Report, Row};
@@ -99,22 +102,7 @@ fn carry_out(
     writer.set_config(config.into())?;
 
     let progress = Progress::new(plan.weights(), args.json);
-    let mut resumed = 0;
-    for (index, step) in plan.steps.iter().enumerate() {
-        if matches!(step.action, Action::Keep { .. }) {
-            continue;
-        }
-        if work.record::<Row>(index)?.is_some() {
-            resumed += 1;
-            progress.skip(step.len());
-            continue;
-        }
-        let advance: &(dyn Fn(usize) + Sync) = &|n| progress.advance(n as u64);
-        if let Some((parts, row)) = encode::encode(source, calibration, index, step, advance)? {
-            work.finish(index, &parts, &row)?;
-            progress.line(&row.to_string());
-        }
-    }
+    let resumed = code(args.jobs(), (source, calibration), plan, work, &progress)?;
     progress.finish();
 
     for file in source.companions()? {
@@ -138,6 +126,67 @@ fn carry_out(
         eprintln!("warning: could not remove {}", leftover.display());
     }
     Ok(resumed)
+}
+
+/// Codes what is not coded yet, some tensors at a time, and returns how many there were already. One thread reads, and does
+/// what MLX does: its streams belong to threads.
+fn code(
+    jobs: usize,
+    (source, calibration): (&Source, Option<&Calibration>),
+    plan: &Plan,
+    work: &WorkFolder,
+    progress: &Progress,
+) -> Result<usize> {
+    let advance: &(dyn Fn(usize) + Sync) = &|n| progress.advance(n as u64);
+    let finish = |task: Task| -> Result<()> {
+        let index = task.index;
+        let (parts, row) = encode::encode(task, &plan.steps[index], advance)?;
+        work.finish(index, &parts, &row)?;
+        progress.line(&row.to_string());
+        Ok(())
+    };
+    let failure = OnceLock::new();
+    let mut resumed = 0;
+    thread::scope(|scope| -> Result<()> {
+        let (sender, receiver) = mpsc::sync_channel::<Task>(0);
+        let receiver = Arc::new(Mutex::new(receiver));
+        for _ in 0..jobs {
+            let (receiver, failure, finish) = (receiver.clone(), &failure, &finish);
+            scope.spawn(move || {
+                let next = || receiver.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                while let Ok(task) = next() {
+                    // After a failure the tasks under way are taken and dropped, so that nobody waits to hand one over.
+                    if failure.get().is_none() {
+                        finish(task).unwrap_or_else(|error| drop(failure.set(error)));
+                    }
+                }
+            });
+        }
+        drop(receiver);
+        for (index, step) in plan.steps.iter().enumerate() {
+            if failure.get().is_some() {
+                break;
+            }
+            if matches!(step.action, Action::Keep { .. }) {
+                continue;
+            }
+            if work.record::<Row>(index)?.is_some() {
+                resumed += 1;
+                progress.skip(step.len());
+                continue;
+            }
+            let task = encode::read(source, calibration, index, step)?;
+            match step.action {
+                Action::Trellis(_) => sender.send(task).context("a thread that codes has panicked")?,
+                _ => finish(task)?,
+            }
+        }
+        Ok(())
+    })?;
+    match failure.into_inner() {
+        Some(error) => Err(error),
+        None => Ok(resumed),
+    }
 }
 
 /// Reports and tidies; `resumed` is `None` where an earlier run did all but that.

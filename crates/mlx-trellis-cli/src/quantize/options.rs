@@ -93,6 +93,10 @@ pub(crate) struct Args {
     /// Drop what an interrupted run left instead of going on with it
     #[arg(long)]
     pub(super) restart: bool,
+    /// Tensors to code at a time, each of which takes memory [default: 1, or 2 with --calibration: feedback goes from row
+    /// to row and leaves cores idle]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
+    jobs: Option<u16>,
     /// Show what would be done and how large the result would be; reads no weights, writes nothing
     #[arg(long)]
     pub(super) dry_run: bool,
@@ -102,6 +106,14 @@ pub(crate) struct Args {
     /// Print the report
     #[arg(long)]
     pub(super) json: bool,
+}
+
+impl Args {
+    /// Tensors to code at a time.
+    pub(super) fn jobs(&self) -> usize {
+        let default = if self.calibration.is_some() { 2 } else { 1 };
+        self.jobs.unwrap_or(default).into()
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]

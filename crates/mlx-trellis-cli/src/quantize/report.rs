@@ -153,7 +153,7 @@ pub(super) struct Report<'a> {
     relative_mse_mean: f64,
     /// Of every tensor in the result, without headers.
     tensor_bytes: u64,
-    /// Of this run and of those it goes on from.
+    /// Of all tensors, those of earlier runs among them, whether or not they were coded at the same time.
     seconds: f64,
     /// Tensors that an earlier run had finished.
     resumed: usize,
@@ -209,7 +209,7 @@ impl<'a> Report<'a> {
             );
         }
         println!(
-            "{}: {} modules, {:.1} M weights at {:.3} bits with scales, relative mse {:.5}, in {:.1} s{}",
+            "{}: {} modules, {:.1} M weights at {:.3} bits with scales, relative mse {:.5}, {:.1} s of coding{}",
             self.output.display(),
             self.quantized.len(),
             self.weights / 1e6,
@@ -217,7 +217,7 @@ impl<'a> Report<'a> {
             self.relative_mse_mean,
             self.seconds,
             if self.resumed > 0 {
-                format!(", {} of them by an earlier run", self.resumed)
+                format!(", {} modules by an earlier run", self.resumed)
             } else {
                 String::new()
             }
