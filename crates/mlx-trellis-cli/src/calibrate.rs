@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use mlx_rs::error::Exception;
-use mlx_rs::{Array, Dtype};
+use mlx_rs::{Array, Dtype, ops};
 use mlx_trellis_models::{LayerCache, LinearInfo, Observer, Tokenizer};
 use serde_json::{Map, Value, json};
 use tempfile::NamedTempFile;
@@ -30,7 +30,7 @@ pub(crate) struct Args {
     #[arg(long)]
     text: PathBuf,
     /// Safetensors file to make: for each linear module of the layers, a float32 [in, in] called MODULE.hessian, the
-    /// mean of x xᵀ over the tokens
+    /// mean of x xᵀ over the tokens, each x divided by its own rms
     #[arg(short, long)]
     output: PathBuf,
     /// Use at most so many tokens of the text
@@ -54,13 +54,17 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// Sums of x xᵀ for one layer: the modules that share an input, and float32 `[in, in]`.
+/// Sums of x xᵀ for one layer: the modules that share an input, and float32 `[in, in]`. Every x is divided by its own
+/// rms: why is said at `trellis_codec::Hessian`.
 #[derive(Default)]
 struct Moments(Vec<(Vec<&'static str>, Array)>);
 
 impl Observer for Moments {
     fn inputs(&mut self, modules: &[&'static str], x: &Array) -> Result<(), Exception> {
         let x = x.reshape(&[-1, x.dim(-1)])?.as_dtype(Dtype::Float32)?;
+        let rms = x.square()?.mean_axes(&[-1], true)?.sqrt()?;
+        // An input of zeros stays one.
+        let x = x.divide(ops::maximum(&rms, Array::from_f32(f32::MIN_POSITIVE))?)?;
         let moment = x.transpose()?.matmul(&x)?;
         // One window's sum is added to those before: sums of sums, whose rounding errors stay those of a short sum.
         match self.0.iter_mut().find(|(names, _)| names == modules) {
@@ -144,7 +148,7 @@ impl<'a> MomentFile<'a> {
         header.insert(
             "__metadata__".to_owned(),
             json!({
-                "content": "mean of x x^T over tokens, x being what a linear module is given",
+                "content": "mean over tokens of x x^T, x being what a linear module is given divided by its own rms",
                 "tokens": tokens.to_string(),
                 "context": args.context.to_string(),
                 "model": args.model.display().to_string(),

@@ -251,7 +251,7 @@ impl Observer for Given {
 }
 
 #[test]
-fn calibrates_with_the_mean_of_x_xt() {
+fn calibrates_with_the_mean_of_x_xt_over_its_mean_square() {
     let folder = scratch();
     let path = model(folder.path(), "m", |_| Form::Dense);
     let (file, out) = (folder.path().join("text.txt"), folder.path().join("h.safetensors"));
@@ -290,14 +290,17 @@ fn calibrates_with_the_mean_of_x_xt() {
             let name = format!("model.layers.{layer}.{module}.hessian");
             let tensor = found.get(&name).unwrap_or_else(|| panic!("{name}"));
             assert_eq!(tensor.shape, [n, n]);
+            let rms = |x: &[f64]| (x.iter().map(|v| v * v).sum::<f64>() / n as f64).sqrt();
+            let x: Vec<f64> =
+                x.chunks(n).flat_map(|x| x.iter().map(|v| v / rms(x)).collect::<Vec<_>>()).collect();
             for i in 0..n {
                 for j in 0..n {
                     let expected = x.chunks(n).map(|x| x[i] * x[j]).sum::<f64>() / 40.0;
                     let size = x.chunks(n).map(|x| (x[i] * x[j]).abs()).sum::<f64>() / 40.0;
                     let at = 4 * (i * n + j);
                     let value = f32::from_le_bytes(tensor.bytes[at..at + 4].try_into().unwrap());
-                    // float32 sums of 40 terms.
-                    assert!((f64::from(value) - expected).abs() <= 40.0 * 6e-8 * size, "{name} {i} {j}");
+                    // float32 sums of 40 terms, which two roundings each went into.
+                    assert!((f64::from(value) - expected).abs() <= 48.0 * 6e-8 * size, "{name} {i} {j}");
                 }
             }
         }
