@@ -60,7 +60,7 @@ pub(crate) fn demo_model(workspace: &Workspace) -> Result<()> {
             .args(method);
         run(&mut command)
     };
-    quantize(&coded, &[])?;
+    quantize(&coded, &["--rotate"])?;
     quantize(&affine, &["--method", "affine", "--group", "64"])?;
     run(trellis(workspace).arg("generate").arg("--model").arg(&coded).args([
         "--prompt",
