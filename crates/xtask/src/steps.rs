@@ -1,9 +1,9 @@
 //! The commands that run other commands: demo, test, ci.
 
-use std::env;
 use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
+use std::{env, fs};
 
 use anyhow::{Context, Result};
 
@@ -41,6 +41,7 @@ pub(crate) fn demo_model(workspace: &Workspace) -> Result<()> {
     set_up(workspace)?;
     let weights = fetch::smollm2(workspace)?;
     let folder = workspace.kept("demo");
+    fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let [dense, coded, affine] = ["SmolLM2", "SmolLM2-3bit", "SmolLM2-affine-3bit"].map(|n| folder.join(n));
     let text = workspace.root().join("tests/text/evaluation.txt");
 
