@@ -69,8 +69,14 @@ pub(crate) fn demo_model(workspace: &Workspace) -> Result<()> {
         "--max-tokens",
         GENERATED,
     ]))?;
+    // In float32: MLX's CPU back end takes many times as long for affine products in float16.
     let mut eval = trellis(workspace);
-    eval.arg("eval").arg("--text").arg(text).args(["--tokens", PREDICTED]).arg("--reference").arg(&dense);
+    eval.args(["eval", "--dtype", "float32"])
+        .arg("--text")
+        .arg(text)
+        .args(["--tokens", PREDICTED])
+        .arg("--reference")
+        .arg(&dense);
     run(eval.arg("--model").arg(&coded).arg("--model").arg(&affine))
 }
 
