@@ -21,6 +21,8 @@
 #![forbid(unsafe_code)]
 
 pub mod cuda;
+#[cfg(any(test, feature = "emulator"))]
+pub mod emulator;
 mod launch;
 pub mod prelude;
 mod problem;

@@ -15,7 +15,7 @@ use trellis_codec::{Axis, Geometry, Layout, bf16, codebook, f16};
 
 use crate::prelude::PRAGMA;
 use crate::scatter::SPLITS;
-use crate::{Launch, Problem, TemplateValue, Type, Variant};
+use crate::{Launch, Problem, Type, Variant, emulator};
 
 /// A row-major stored matrix of axis 0.
 pub(crate) fn geometry(bits: u32, state_bits: u32, block: usize, rows: usize, cols: usize) -> Geometry {
@@ -111,32 +111,6 @@ pub(crate) enum Look {
     Contracted,
 }
 
-pub(crate) fn emulated(launch: &Launch) -> msl_emu::Kernel {
-    let dtype = |t: Type| match t {
-        Type::Float32 => msl_emu::Dtype::Float32,
-        Type::Float16 => msl_emu::Dtype::Float16,
-        Type::Bfloat16 => msl_emu::Dtype::Bfloat16,
-        Type::Uint32 => msl_emu::Dtype::Uint32,
-    };
-    let mut kernel = msl_emu::Kernel::new(launch.name.clone(), launch.source.clone())
-        .header(launch.header.clone())
-        .launch(launch.grid, launch.threadgroup);
-    for a in &launch.inputs {
-        kernel = kernel.input(&a.name, dtype(a.dtype), a.shape.clone());
-    }
-    for a in &launch.outputs {
-        kernel = kernel.output(&a.name, dtype(a.dtype), a.shape.clone());
-    }
-    for (name, value) in &launch.template {
-        kernel = match *value {
-            TemplateValue::Bool(v) => kernel.template(name, v),
-            TemplateValue::Int(v) => kernel.template(name, v),
-            TemplateValue::Type(t) => kernel.template(name, dtype(t)),
-        };
-    }
-    kernel
-}
-
 /// What a launch on raw inputs gives.
 fn outcome(launch: &Launch, inputs: &[Vec<u8>], look: Look) -> Outcome {
     static EMULATOR: LazyLock<Emulator> = LazyLock::new(|| Emulator::new(None).expect("a C++ compiler"));
@@ -145,7 +119,7 @@ fn outcome(launch: &Launch, inputs: &[Vec<u8>], look: Look) -> Outcome {
         Look::Checked => RunOptions::checked(),
         Look::Contracted => RunOptions { contract: true, ..RunOptions::default() },
     };
-    let mut kernel = emulated(launch);
+    let mut kernel = emulator::kernel(launch);
     if look == Look::Contracted {
         kernel.header = kernel.header.replace(PRAGMA, "");
     }

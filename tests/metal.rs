@@ -7,34 +7,7 @@ use mlx_trellis::{Axis, Geometry, Gpu, Layout, Variant};
 use mlx_trellis_tests::*;
 use rstest::rstest;
 use trellis_codec::reference::Dtype;
-use trellis_kernels::{Launch, TemplateValue, Type};
-
-/// A launch as the emulator takes it.
-fn emulated(launch: &Launch) -> msl_emu::Kernel {
-    let dtype = |t: Type| match t {
-        Type::Float32 => msl_emu::Dtype::Float32,
-        Type::Float16 => msl_emu::Dtype::Float16,
-        Type::Bfloat16 => msl_emu::Dtype::Bfloat16,
-        Type::Uint32 => msl_emu::Dtype::Uint32,
-    };
-    let mut kernel = msl_emu::Kernel::new(launch.name.clone(), launch.source.clone())
-        .header(launch.header.clone())
-        .launch(launch.grid, launch.threadgroup);
-    for a in &launch.inputs {
-        kernel = kernel.input(&a.name, dtype(a.dtype), a.shape.clone());
-    }
-    for a in &launch.outputs {
-        kernel = kernel.output(&a.name, dtype(a.dtype), a.shape.clone());
-    }
-    for (name, value) in &launch.template {
-        kernel = match *value {
-            TemplateValue::Bool(v) => kernel.template(name, v),
-            TemplateValue::Int(v) => kernel.template(name, v),
-            TemplateValue::Type(t) => kernel.template(name, dtype(t)),
-        };
-    }
-    kernel
-}
+use trellis_kernels::emulator;
 
 /// The bytes of an exported product.
 fn exported(problem: &Problem, gpu: Gpu) -> Vec<u8> {
@@ -67,7 +40,7 @@ fn check(problem: &Problem, gpu: Gpu, kernel: Kernel, nodes: &[&str]) {
     let launches = choice.launches(problem).unwrap();
     assert!(!launches.is_empty());
     for launch in launches {
-        let source = msl_emu::source(&emulated(&launch));
+        let source = msl_emu::source(&emulator::kernel(&launch));
         assert!(
             find(&file, source.as_bytes()).is_some(),
             "{}: MLX writes another source than the emulator runs:\n{source}",

@@ -14,7 +14,7 @@ use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
 use trellis_codec::format::{DEFAULT_BLOCK, DEFAULT_STATE_BITS};
 use trellis_codec::{Geometry, Layout, codebook};
-use trellis_kernels::{Launch, TemplateValue, Type};
+use trellis_kernels::{Launch, Type, emulator};
 
 use crate::report::{AxisNumber, DtypeArg};
 
@@ -219,7 +219,7 @@ fn cost(launch: &Launch, geometry: &Geometry) -> Result<Value> {
     let inputs: Vec<Vec<u8>> = launch.inputs.iter().map(|a| random_bytes(a, geometry)).collect();
     let inputs: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
     let options = RunOptions { orders: vec![Order::Forward], timeout: 600, ..RunOptions::cost() };
-    let outcome = emulator.run(&emulated(launch), &inputs, &options)?;
+    let outcome = emulator.run(&emulator::kernel(launch), &inputs, &options)?;
     let cost = outcome.cost.context("the emulator counted nothing")?;
     let weights = (geometry.rows() * geometry.cols()) as f64;
     let per = |n: u64| n as f64 / weights;
@@ -274,29 +274,4 @@ fn random_bytes(array: &trellis_kernels::Array, geometry: &Geometry) -> Vec<u8> 
             .flat_map(|_| mlx_trellis::bf16::from_f32(rng.random_range(-1f32..1.0)).to_le_bytes())
             .collect(),
     }
-}
-
-/// A launch as the emulator takes it.
-fn emulated(launch: &Launch) -> msl_emu::Kernel {
-    let dtype = |t: Type| match t {
-        Type::Float32 => msl_emu::Dtype::Float32,
-        Type::Float16 => msl_emu::Dtype::Float16,
-        Type::Bfloat16 => msl_emu::Dtype::Bfloat16,
-        Type::Uint32 => msl_emu::Dtype::Uint32,
-    };
-    let array =
-        |a: &trellis_kernels::Array| msl_emu::Array::new(a.name.clone(), dtype(a.dtype), a.shape.clone());
-    let mut kernel = msl_emu::Kernel::new(launch.name.clone(), launch.source.clone())
-        .header(launch.header.clone())
-        .launch(launch.grid, launch.threadgroup);
-    kernel.inputs = launch.inputs.iter().map(array).collect();
-    kernel.outputs = launch.outputs.iter().map(array).collect();
-    for (name, value) in &launch.template {
-        kernel = match *value {
-            TemplateValue::Bool(v) => kernel.template(name, v),
-            TemplateValue::Int(v) => kernel.template(name, v),
-            TemplateValue::Type(t) => kernel.template(name, dtype(t)),
-        };
-    }
-    kernel
 }
