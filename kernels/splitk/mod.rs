@@ -16,7 +16,7 @@
 //! threadgroups of 128; reduction `[M*N, 1, 1]` with 256.
 
 use trellis_codec::Axis;
-use trellis_codec::format::DEFAULT_BLOCK;
+use trellis_codec::format::{DEFAULT_BLOCK, MAX_PACKED_ROWS};
 use trellis_codec::reference::Dtype;
 
 use crate::{Kernel, Launch, Problem, Reason, Type, Unsupported, Variant};
@@ -74,7 +74,7 @@ pub fn launch(problem: &Problem) -> Result<[Launch; 2], Unsupported> {
 fn check(problem: &Problem) -> Result<(), Reason> {
     let g = &problem.geometry;
     problem.check_axis(Axis::Output)?;
-    problem.check_m(5, 8)?;
+    problem.check_m(MAX_PACKED_ROWS + 1, TILE_ROWS)?;
     problem.check_dtype(Dtype::Bf16)?;
     problem.check_variant(Variant::SPLIT_K)?;
     problem.check_block(DEFAULT_BLOCK)?;

@@ -5,14 +5,11 @@
 
 use std::fmt;
 
+pub use trellis_codec::format::MAX_PACKED_ROWS;
 use trellis_codec::reference::{Contract, Dtype};
 use trellis_codec::{Axis, Geometry};
 use trellis_cpu::Level;
 use trellis_kernels::{Cuda, Gpu, Launch, Unsupported, Variant, cuda, expand, reduce, scatter, splitk};
-
-/// Most rows of activations for which weights are used straight from the codes (contract P); above, weights are rounded
-/// as a dense weight's would be (contract E). The limit of the format's numerical contracts (`format.md`).
-pub const MAX_PACKED_ROWS: usize = 4;
 
 /// The product for which the TypeScript original found split-K faster than expansion and matmul: 17408 inputs, 5120
 /// outputs, M = 5..=8. Not measured by this project.
@@ -375,6 +372,9 @@ fn metal(
     }
     None
 }
+
+// The texts of `cpu` spell the limit.
+const _: () = assert!(MAX_PACKED_ROWS == 4);
 
 fn cpu(problem: &Problem, refused: &mut Vec<Refused>) -> (Kernel, &'static str) {
     if problem.packed {

@@ -64,6 +64,10 @@ pub const DEFAULT_STATE_BITS: u32 = 12;
 /// Weights in a block unless a file says otherwise.
 pub const DEFAULT_BLOCK: usize = 256;
 
+/// Most rows of activations for which a product keeps contract P, weights straight from the codes; above, weights are
+/// rounded as a dense weight's would be (contract E). The limit of the format's numerical contracts (`format.md`).
+pub const MAX_PACKED_ROWS: usize = 4;
+
 /// Bits a weight of the one geometry whose blocks may be interleaved.
 pub const INTERLEAVE_BITS: u32 = 3;
 /// Words of a pair of interleaved blocks: the last dimension of the 3-D codes.

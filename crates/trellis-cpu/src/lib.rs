@@ -50,7 +50,7 @@ use std::borrow::Cow;
 
 use half::f16;
 use rayon::prelude::*;
-use trellis_codec::format::CODE_DIVISOR;
+use trellis_codec::format::{CODE_DIVISOR, MAX_PACKED_ROWS};
 use trellis_codec::reference::Contract;
 use trellis_codec::{Axis, Geometry, Layout};
 
@@ -96,9 +96,10 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// The contract that `m` rows of x are computed with unless there is a reason: P for `m` up to 4, E above.
+/// The contract that `m` rows of x are computed with unless there is a reason: P for `m` up to
+/// [`MAX_PACKED_ROWS`], E above.
 pub const fn contract_for(m: usize) -> Contract {
-    if m <= 4 { Contract::Packed } else { Contract::Expanded }
+    if m <= MAX_PACKED_ROWS { Contract::Packed } else { Contract::Expanded }
 }
 
 /// `out = x · Wᵀ` for `x [m, in]`, giving `out [m, out]`, both row-contiguous and of one type.
