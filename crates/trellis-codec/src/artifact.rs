@@ -53,6 +53,7 @@
 //! ```
 
 mod config;
+mod durable;
 mod tensors;
 mod writer;
 
@@ -70,6 +71,7 @@ use crate::format::{Geometry, INTERLEAVE_WORDS, Layout, WORD_BITS};
 use crate::rotation::Rotation;
 use config::{Config, canonical, twin};
 pub use config::{Entry, KeySpace, Quantization, TrellisEntry};
+pub use durable::NewFile;
 pub use tensors::{RawTensor, Tensors};
 pub use writer::{ARTIFACT_FOLDER, ArtifactWriter, REPLACED_FOLDER, Summary, WriteOptions};
 

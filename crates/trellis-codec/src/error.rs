@@ -501,8 +501,8 @@ pub enum ArtifactError {
         /// The tensor.
         tensor: String,
     },
-    /// A destination that cannot name a folder.
-    #[error("{}: found no folder name at its end, expected one", path.display())]
+    /// A destination that cannot name a file or folder.
+    #[error("{}: found no name at its end, expected one", path.display())]
     Destination {
         /// The destination.
         path: PathBuf,

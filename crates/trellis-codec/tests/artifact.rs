@@ -10,8 +10,8 @@ use rstest::rstest;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use trellis_codec::artifact::{
-    ARTIFACT_FOLDER, Artifact, ArtifactWriter, Dtype, Entry, KeySpace, Quantization, RawTensor, Tensors,
-    TrellisEntry, WriteOptions,
+    ARTIFACT_FOLDER, Artifact, ArtifactWriter, Dtype, Entry, KeySpace, NewFile, Quantization, RawTensor,
+    Tensors, TrellisEntry, WriteOptions,
 };
 use trellis_codec::{ArtifactError, Axis, EncodeReport, Encoded, Geometry, Layout, Rotation, cases, f16};
 
@@ -1086,4 +1086,48 @@ proptest! {
         fs::write(&path, [&length.to_le_bytes(), &bytes[..]].concat()).unwrap();
         let _ = Tensors::open(&path);
     }
+}
+
+#[test]
+fn a_new_file_is_there_whole_or_not_at_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("f.json");
+    let names = || {
+        fs::read_dir(folder.path())
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect::<Vec<_>>()
+    };
+    let write = |content: &str| {
+        let mut file = NewFile::create(&path).unwrap();
+        file.write(content.as_bytes()).unwrap();
+        file
+    };
+    // Under way it has another name; given up, it leaves none.
+    let file = write("one");
+    let [name] = names().try_into().unwrap();
+    assert!(name.starts_with(".f.json.") && name.len() == ".f.json.".len() + 6, "{name}");
+    drop(file);
+    assert!(names().is_empty());
+
+    write("one").publish_new().unwrap();
+    assert_refused(write("two").publish_new(), "Exists", &["f.json", "there already"]);
+    assert_eq!(fs::read_to_string(&path).unwrap(), "one");
+    write("two").publish().unwrap();
+    assert_eq!((fs::read_to_string(&path).unwrap(), names()), ("two".to_owned(), vec!["f.json".to_owned()]));
+
+    assert_refused(NewFile::create("/"), "Destination", &["/", "no name"]);
+    assert_refused(NewFile::create(folder.path().join("none/f")), "Io", &["none/f", "temporary file"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_new_file_has_the_permissions_of_any_other() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let [new, other] = ["new", "other"].map(|name| folder.path().join(name));
+    NewFile::create(&new).unwrap().publish().unwrap();
+    fs::write(&other, "").unwrap();
+    let mode = |path| fs::metadata(path).unwrap().permissions().mode();
+    assert_eq!(mode(new), mode(other));
 }

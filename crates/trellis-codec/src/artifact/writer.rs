@@ -16,6 +16,7 @@ use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
 use super::config::{Config, KeySpace, SECTION, TWIN_SECTION, canonical, entry_json, foreign_scheme};
+use super::durable::{Folder, parent, temporary_prefix};
 use super::tensors::{MAX_HEADER, byte_len};
 use super::{
     Artifact, CONFIG_FILE, Dtype, INDEX_FILE, METADATA_KEY, RawTensor, SINGLE_FILE, bias_name, check_bias,
@@ -128,11 +129,10 @@ impl ArtifactWriter {
     /// parent that is no folder or cannot be written.
     pub fn create(destination: impl AsRef<Path>, options: WriteOptions) -> Result<Self, ArtifactError> {
         let destination = destination.as_ref().to_owned();
-        let Some(name) = destination.file_name() else {
+        let Some(prefix) = temporary_prefix(&destination) else {
             return Err(ArtifactError::Destination { path: destination });
         };
         check_destination(&destination, options.overwrite)?;
-        let prefix = format!(".{}.", name.to_string_lossy());
         let temp = match &options.staging {
             Some(staging) => exact_folder(staging)?,
             None => tempfile::Builder::new()
@@ -325,7 +325,7 @@ impl ArtifactWriter {
         let shards = self.place_shards()?;
         self.write_config()?;
         Artifact::open(&self.folder)?;
-        sync_folder(&self.folder)?;
+        Folder::open(&self.folder)?.sync()?;
         let leftover = self.swap_in()?;
         Ok(Summary {
             path: self.destination,
@@ -562,13 +562,6 @@ fn check_destination(destination: &Path, overwrite: bool) -> Result<bool, Artifa
     }
 }
 
-fn parent(path: &Path) -> &Path {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    }
-}
-
 fn le_bytes<const N: usize, T: bytemuck::NoUninit>(
     numbers: &[T],
     to: fn(T) -> [u8; N],
@@ -577,31 +570,4 @@ fn le_bytes<const N: usize, T: bytemuck::NoUninit>(
         Ok(bytes) if cfg!(target_endian = "little") => bytes.into(),
         _ => numbers.iter().flat_map(|&n| to(n)).collect::<Vec<_>>().into(),
     }
-}
-
-/// A folder whose entries can be made durable; only Unix has a way to ask for it.
-struct Folder {
-    path: PathBuf,
-    handle: Option<File>,
-}
-
-impl Folder {
-    fn open(path: &Path) -> Result<Self, ArtifactError> {
-        let handle = cfg!(unix).then(|| File::open(path)).transpose().map_err(io_error(path, "open"))?;
-        Ok(Self { path: path.to_owned(), handle })
-    }
-
-    fn sync(&self) -> Result<(), ArtifactError> {
-        match self.handle.as_ref().map(File::sync_all) {
-            // Some file systems have no such call for folders; there is nothing to be gained by failing.
-            Some(Err(e)) if !matches!(e.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => {
-                Err(io_error(&self.path, "sync")(e))
-            }
-            _ => Ok(()),
-        }
-    }
-}
-
-fn sync_folder(path: &Path) -> Result<(), ArtifactError> {
-    Folder::open(path)?.sync()
 }
