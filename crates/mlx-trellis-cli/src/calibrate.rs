@@ -4,9 +4,8 @@
 //! matrices and the text's features, whatever the model's depth. A killed process leaves its temporary file, `.NAME.` and
 //! six characters, beside the output.
 
-use std::fs::{self, File};
-use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -15,7 +14,7 @@ use mlx_rs::error::Exception;
 use mlx_rs::{Array, Dtype, ops};
 use mlx_trellis_models::{LayerCache, LinearInfo, Observer, Tokenizer};
 use serde_json::{Map, Value, json};
-use tempfile::NamedTempFile;
+use trellis_codec::artifact::NewFile;
 
 use crate::lm::{self, Backend, Peak};
 use crate::progress::Steps;
@@ -97,7 +96,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let mut model = lm::load(&args.model, args.dtype)?;
 
     let started = Instant::now();
-    let mut file = MomentFile::create(&args.output, model.linears(), args, tokens.len())?;
+    let mut file = MomentFile::create(model.linears(), args, tokens.len())?;
     let mut windows =
         tokens.chunks(args.context).map(|window| model.embed(window)).collect::<Result<Vec<_>, _>>()?;
     let layers = model.config().num_hidden_layers as usize;
@@ -132,17 +131,16 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 }
 
 /// A safetensors file that grows by a layer at a time, and is nothing until it is published.
-struct MomentFile<'a> {
-    output: &'a Path,
-    file: BufWriter<NamedTempFile>,
+struct MomentFile {
+    file: NewFile,
     /// Modules whose matrices are still to come, in the order of the file.
     left: std::vec::IntoIter<LinearInfo>,
     modules: usize,
 }
 
-impl<'a> MomentFile<'a> {
+impl MomentFile {
     /// Writes the header, which the shapes alone decide.
-    fn create(output: &'a Path, linears: &[LinearInfo], args: &Args, tokens: usize) -> Result<Self> {
+    fn create(linears: &[LinearInfo], args: &Args, tokens: usize) -> Result<Self> {
         let linears: Vec<LinearInfo> = linears.iter().filter(|l| !l.is_head).cloned().collect();
         let mut header = Map::new();
         header.insert(
@@ -167,22 +165,11 @@ impl<'a> MomentFile<'a> {
         // So that the data starts at a multiple of 8 bytes.
         header.extend(std::iter::repeat_n(' ', header.len().next_multiple_of(8) - header.len()));
 
-        let folder = folder_of(output);
-        let name = output.file_name().with_context(|| format!("{}: no file name", output.display()))?;
-        let prefix = format!(".{}.", name.display());
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(&prefix);
-        // As any other new file, less the umask; a temporary one is otherwise its owner's alone.
-        #[cfg(unix)]
-        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-        let temporary = builder
-            .tempfile_in(folder)
-            .with_context(|| format!("{}: cannot create a file", folder.display()))?;
+        let mut file = NewFile::create(&args.output)?;
+        file.write(&(header.len() as u64).to_le_bytes())?;
+        file.write(header.as_bytes())?;
         let modules = linears.len();
-        let mut file = Self { output, file: BufWriter::new(temporary), left: linears.into_iter(), modules };
-        file.put(&(header.len() as u64).to_le_bytes())?;
-        file.put(header.as_bytes())?;
-        Ok(file)
+        Ok(Self { file, left: linears.into_iter(), modules })
     }
 
     /// Writes the matrices of one layer's modules.
@@ -206,7 +193,7 @@ impl<'a> MomentFile<'a> {
                 "{path}: found NaN or infinity among its inputs' moments"
             );
             for value in values {
-                self.put(&value.to_le_bytes())?;
+                self.file.write(&value.to_le_bytes())?;
             }
         }
         Ok(())
@@ -215,28 +202,11 @@ impl<'a> MomentFile<'a> {
     /// Makes the file durable, then gives it its name; returns the number of modules.
     fn publish(self, overwrite: bool) -> Result<usize> {
         ensure!(self.left.len() == 0, "found no inputs of {} modules", self.left.len());
-        let output = self.output;
-        let failed = || format!("{}: cannot write", output.display());
-        let file = self.file.into_inner().map_err(|e| e.into_error()).with_context(failed)?;
-        file.as_file().sync_all().with_context(failed)?;
         if overwrite {
-            file.persist(output).map_err(|e| e.error).with_context(failed)?;
+            self.file.publish()?;
         } else {
-            file.persist_noclobber(output).map_err(|e| e.error).with_context(failed)?;
+            self.file.publish_new()?;
         }
-        File::open(folder_of(output)).and_then(|folder| folder.sync_all()).with_context(failed)?;
         Ok(self.modules)
-    }
-
-    fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        let output = self.output;
-        self.file.write_all(bytes).with_context(|| format!("{}: cannot write", output.display()))
-    }
-}
-
-fn folder_of(file: &Path) -> &Path {
-    match file.parent() {
-        Some(folder) if folder != Path::new("") => folder,
-        _ => Path::new("."),
     }
 }

@@ -328,6 +328,6 @@ fn calibrates_with_the_mean_of_x_xt_over_its_mean_square() {
             "-o",
             "/no/such/folder/h"
         ])
-        .contains("/no/such/folder: cannot create a file")
+        .contains("/no/such/folder/h: cannot create a temporary file beside it")
     );
 }

@@ -10,7 +10,6 @@
 //! the move has happened, and only the report and the tidying are left.
 
 use std::fs::{self, File, TryLockError};
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -18,7 +17,7 @@ use safetensors::tensor::TensorView;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use trellis_codec::artifact::{ARTIFACT_FOLDER, Dtype, REPLACED_FOLDER, Tensors};
+use trellis_codec::artifact::{ARTIFACT_FOLDER, Dtype, NewFile, REPLACED_FOLDER, Tensors};
 
 const LOCK: &str = "lock";
 const PLAN: &str = "plan.json";
@@ -103,19 +102,12 @@ impl WorkFolder {
 
     /// Keeps a finished tensor.
     pub(super) fn finish(&self, index: usize, parts: &[Part], record: &impl Serialize) -> Result<()> {
-        let path = self.parts_path(index);
-        let part = path.with_extension("part");
         let views = parts
             .iter()
             .map(|(name, dtype, shape, bytes)| Ok((name, TensorView::new(*dtype, shape.clone(), bytes)?)))
             .collect::<Result<Vec<_>>>()?;
-        safetensors::serialize_to_file(views, None, &part)
-            .map_err(anyhow::Error::from)
-            .and_then(|()| {
-                File::open(&part)?.sync_all()?;
-                Ok(fs::rename(&part, &path)?)
-            })
-            .with_context(|| format!("{}: cannot write", path.display()))?;
+        // A second copy in memory: both take less than the float32 weights did. safetensors writes to paths only.
+        write_whole(&self.parts_path(index), &safetensors::serialize(views, None)?)?;
         self.write_json(&record_name(index), record)
     }
 
@@ -186,15 +178,9 @@ impl WorkFolder {
 
 /// Writes a file that is there whole or not at all.
 pub(super) fn write_whole(path: &Path, content: &[u8]) -> Result<()> {
-    let name = path.file_name().with_context(|| format!("{}: not the name of a file", path.display()))?;
-    let part = path.with_file_name(format!(".{}.part", name.to_string_lossy()));
-    let write = || -> std::io::Result<()> {
-        let mut file = File::create(&part)?;
-        file.write_all(content)?;
-        file.sync_all()?;
-        fs::rename(&part, path)
-    };
-    write().with_context(|| format!("{}: cannot write", path.display()))
+    let mut file = NewFile::create(path)?;
+    file.write(content)?;
+    Ok(file.publish()?)
 }
 
 /// What a folder is called while it is being removed.
