@@ -444,7 +444,7 @@ fn error_feedback_lowers_the_output_error(
 
     assert!(matches!(
         quantize(Some(&moments[1..])),
-        Err(Error::Encode(EncodeError::Hessian { source: HessianError::Length { in_features: 96, .. }, .. }))
+        Err(Error::Encode(EncodeError::Hessian { reason: HessianError::Length { in_features: 96, .. }, .. }))
     ));
     moments[97] = f32::NAN;
     let nan = quantize(Some(&moments)).unwrap_err().to_string();

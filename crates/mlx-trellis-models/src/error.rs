@@ -14,12 +14,12 @@ use trellis_codec::artifact::Dtype;
 #[non_exhaustive]
 pub enum Error {
     /// The system refused to read a file.
-    #[error("{}: cannot read: {source}", path.display())]
+    #[error("{}: cannot read: {reason}", path.display())]
     Io {
         /// The file.
         path: PathBuf,
         /// What the system said.
-        source: io::Error,
+        reason: io::Error,
     },
     /// A file that is not the JSON it should be.
     #[error("{}: found {found}, expected {expected}", file.display())]

@@ -9,7 +9,7 @@ use crate::error::Error;
 
 /// A file that holds a JSON object.
 pub(crate) fn read_object(file: &Path) -> Result<Map<String, Value>, Error> {
-    let bytes = fs::read(file).map_err(|source| Error::Io { path: file.to_owned(), source })?;
+    let bytes = fs::read(file).map_err(|reason| Error::Io { path: file.to_owned(), reason })?;
     let wrong = |found: String| Error::Json { file: file.to_owned(), found, expected: "a JSON object" };
     match serde_json::from_slice(&bytes) {
         Ok(Value::Object(map)) => Ok(map),
@@ -23,7 +23,7 @@ pub(crate) fn read_optional(file: &Path) -> Result<Option<Map<String, Value>>, E
     match file.try_exists() {
         Ok(false) => Ok(None),
         Ok(true) => read_object(file).map(Some),
-        Err(source) => Err(Error::Io { path: file.to_owned(), source }),
+        Err(reason) => Err(Error::Io { path: file.to_owned(), reason }),
     }
 }
 

@@ -59,7 +59,7 @@ impl Tokenizer {
     pub fn load(folder: impl AsRef<Path>) -> Result<Self, Error> {
         let folder = folder.as_ref();
         let file = folder.join(TOKENIZER_FILE);
-        let bytes = fs::read(&file).map_err(|source| Error::Io { path: file.clone(), source })?;
+        let bytes = fs::read(&file).map_err(|reason| Error::Io { path: file.clone(), reason })?;
         let mut inner = tokenizers::Tokenizer::from_bytes(bytes)
             .map_err(|e| Error::Tokenizer { file: file.clone(), reason: e.to_string() })?;
         // Settings of the batches it was trained with, which would cut or fill up a text.
@@ -153,8 +153,8 @@ fn template(folder: &Path, settings: Settings<'_>) -> Result<Option<(PathBuf, St
     let file = folder.join(TEMPLATE_FILE);
     match fs::read_to_string(&file) {
         Ok(text) => return Ok(Some((file, text))),
-        Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
-            return Err(Error::Io { path: file, source });
+        Err(reason) if reason.kind() != std::io::ErrorKind::NotFound => {
+            return Err(Error::Io { path: file, reason });
         }
         Err(_) => {}
     }

@@ -140,7 +140,7 @@ pub fn quantize_weight_with<T: Copy + Into<f32>>(
     let rotated = rotate(weight, shape, options, tensor)?;
     let hessian = hessian
         .map(|moments| -> Result<Hessian, Error> {
-            let refused = |source| EncodeError::Hessian { tensor: tensor.into(), source };
+            let refused = |reason| EncodeError::Hessian { tensor: tensor.into(), reason };
             let hessian = Hessian::new(moments, in_features).map_err(refused)?;
             match &rotated {
                 Some((rotation, _)) => Ok(hessian.rotated(rotation)?),

@@ -353,12 +353,12 @@ pub enum EmuError {
         reason: String,
     },
     /// A file could not be read or written, or a program not started.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {reason}", path.display())]
     Io {
         /// The file or program.
         path: PathBuf,
         /// Why.
-        source: io::Error,
+        reason: io::Error,
     },
 }
 

@@ -32,7 +32,7 @@ pub(crate) struct Toolchain {
 }
 
 pub(crate) fn io_error(path: &Path) -> impl FnOnce(io::Error) -> EmuError + '_ {
-    move |source| EmuError::Io { path: path.to_owned(), source }
+    move |reason| EmuError::Io { path: path.to_owned(), reason }
 }
 
 /// FNV-1a over 128 bits: names files in the cache, guards nothing.

@@ -308,7 +308,7 @@ fn geometry(
             found,
             parameters: entry.to_string(),
         }),
-        Err(source) => Err(ArtifactError::CodesGeometry { file, tensor, found, source }),
+        Err(reason) => Err(ArtifactError::CodesGeometry { file, tensor, found, reason }),
     }
 }
 
@@ -345,9 +345,9 @@ fn check_rotation(
     rotation: &Rotation,
     geometry: &Geometry,
 ) -> Result<(), ArtifactError> {
-    rotation.check(geometry.in_features()).map_err(|source| {
+    rotation.check(geometry.in_features()).map_err(|reason| {
         let (file, module) = (file.to_owned(), module.to_owned());
-        ArtifactError::Rotation { file, module, source }
+        ArtifactError::Rotation { file, module, reason }
     })
 }
 
@@ -373,5 +373,5 @@ fn numbers<const N: usize, T: bytemuck::AnyBitPattern>(bytes: &[u8], from: fn([u
 
 fn io_error(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> ArtifactError {
     let path = path.to_owned();
-    move |source| ArtifactError::Io { path, action, source }
+    move |reason| ArtifactError::Io { path, action, reason }
 }

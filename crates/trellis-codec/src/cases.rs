@@ -16,12 +16,12 @@ use crate::format::{Axis, Geometry, Layout};
 #[non_exhaustive]
 pub enum CaseError {
     /// A file that cannot be read.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {reason}", path.display())]
     Io {
         /// The file.
         path: PathBuf,
         /// What the system said.
-        source: std::io::Error,
+        reason: std::io::Error,
     },
     /// A file whose content is not a case.
     #[error("{}: {problem}", path.display())]
@@ -32,12 +32,12 @@ pub enum CaseError {
         problem: String,
     },
     /// A case outside the format.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {reason}", path.display())]
     Geometry {
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
-        source: GeometryError,
+        reason: GeometryError,
     },
 }
 
@@ -132,7 +132,7 @@ fn read_case(dir: &Path, entry: &Entry) -> Result<Case, CaseError> {
     let layout = if entry.block_interleave == 0 { Layout::RowMajor } else { Layout::Interleaved };
     let geometry = Geometry::new(axis, entry.k, entry.state_bits, entry.block, entry.rows, entry.cols)
         .and_then(|g| g.with_layout(layout))
-        .map_err(|source| CaseError::Geometry { path: path.clone(), source })?;
+        .map_err(|reason| CaseError::Geometry { path: path.clone(), reason })?;
     Ok(Case {
         name: entry.file.trim_end_matches(".safetensors").to_owned(),
         geometry,
@@ -150,7 +150,7 @@ fn read_case(dir: &Path, entry: &Entry) -> Result<Case, CaseError> {
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, CaseError> {
-    std::fs::read(path).map_err(|source| CaseError::Io { path: path.to_owned(), source })
+    std::fs::read(path).map_err(|reason| CaseError::Io { path: path.to_owned(), reason })
 }
 
 struct Opened<'a> {

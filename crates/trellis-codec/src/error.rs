@@ -1,4 +1,5 @@
-//! Typed errors. Each prints the whole problem: what was found, what was expected, and where.
+//! Typed errors. Each prints the whole problem: what was found, what was expected, and where. A reason that another error
+//! gave is part of that text, and so no `source`, which whoever prints a chain of errors would print once more.
 
 use std::io;
 use std::path::PathBuf;
@@ -144,14 +145,14 @@ pub enum PackError {
 #[non_exhaustive]
 pub enum ArtifactError {
     /// The system refused to read or write.
-    #[error("{}: cannot {action}: {source}", path.display())]
+    #[error("{}: cannot {action}: {reason}", path.display())]
     Io {
         /// The file or folder.
         path: PathBuf,
         /// What was attempted.
         action: &'static str,
         /// What the system said.
-        source: io::Error,
+        reason: io::Error,
     },
     /// A folder without weights.
     #[error("{}: found {found}, expected model.safetensors or model.safetensors.index.json", path.display())]
@@ -284,24 +285,24 @@ pub enum ArtifactError {
         found: String,
     },
     /// `k`, `L` or `T` out of range.
-    #[error("{}: module {module}: {source}", file.display())]
+    #[error("{}: module {module}: {reason}", file.display())]
     Parameters {
         /// The `config.json`.
         file: PathBuf,
         /// The module.
         module: String,
         /// The parameter, what was found and what was expected.
-        source: GeometryError,
+        reason: GeometryError,
     },
     /// A rotation out of range, or one that does not fit the module.
-    #[error("{}: module {module}: {source}", file.display())]
+    #[error("{}: module {module}: {reason}", file.display())]
     Rotation {
         /// The `config.json`.
         file: PathBuf,
         /// The module.
         module: String,
         /// What was found and what was expected.
-        source: RotationError,
+        reason: RotationError,
     },
     /// Two entries for the same module that contradict each other.
     #[error("{}: module {module}: found {found}, expected {expected}", file.display())]
@@ -426,7 +427,7 @@ pub enum ArtifactError {
         parameters: String,
     },
     /// A shape of codes that makes no matrix.
-    #[error("{}: tensor {tensor}: found shape {found:?}: {source}", file.display())]
+    #[error("{}: tensor {tensor}: found shape {found:?}: {reason}", file.display())]
     CodesGeometry {
         /// The file.
         file: PathBuf,
@@ -435,7 +436,7 @@ pub enum ArtifactError {
         /// Its shape.
         found: Vec<usize>,
         /// What is wrong and what was expected.
-        source: GeometryError,
+        reason: GeometryError,
     },
     /// Scales that are not float16.
     #[error("{}: tensor {tensor}: found dtype {found}, expected F16", file.display())]
@@ -633,12 +634,12 @@ pub enum EncodeError {
         rms: f64,
     },
     /// Second moments that are none of this tensor's inputs.
-    #[error("tensor {tensor:?}: {source}")]
+    #[error("tensor {tensor:?}: {reason}")]
     Hessian {
         /// The tensor's name.
         tensor: String,
         /// What is wrong with them.
-        source: HessianError,
+        reason: HessianError,
     },
     /// Instructions that were asked for and that this machine does not have.
     #[error("encode level {level:?} is not available on this machine")]

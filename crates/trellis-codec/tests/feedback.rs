@@ -210,8 +210,8 @@ fn wrong_moments_are_typed_errors() {
     let wrong = Hessian::new(&problem.moments[..100], 10).unwrap();
     let options = EncodeOptions { tensor: "mlp.up_proj", ..Default::default() };
     let error = encode_with_feedback(&problem.geometry, &problem.stored, &wrong, 0.01, &options).unwrap_err();
-    let source = HessianError::Features { found: 10, in_features: n };
-    assert_eq!(error, EncodeError::Hessian { tensor: "mlp.up_proj".into(), source });
+    let reason = HessianError::Features { found: 10, in_features: n };
+    assert_eq!(error, EncodeError::Hessian { tensor: "mlp.up_proj".into(), reason });
     assert_eq!(error.to_string(), r#"tensor "mlp.up_proj": Hessian is of 10 input features, expected 160"#);
     let mut weights = problem.stored.clone();
     weights[5] = f32::NAN;

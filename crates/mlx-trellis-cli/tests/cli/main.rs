@@ -193,6 +193,36 @@ fn quantize_refuses_a_gguf_without_architecture() {
     assert!(error.contains("toy.gguf") && error.contains("general.architecture"), "{error}");
 }
 
+/// Of errors that wrap one another, one alone gives the reason.
+#[test]
+fn a_reason_is_given_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let dense = model(folder.path());
+    let dense = dense.to_str().unwrap();
+    for args in [
+        &["verify", "--cases", "/no/such"][..],
+        &["inspect", "/no/such"],
+        &["dequantize", "/no/such", "-o", "/no/such/out"],
+        &["quantize", "/no/such", "-o", "/no/such/out"],
+        &["quantize", dense, "-o", "/no/such/out"],
+        &["generate", "--model", "/no/such", "--prompt", "x", "--backend", "cpu"],
+        &["eval", "--model", "/no/such", "--text", "/no/such", "--backend", "cpu"],
+        &["calibrate", "--model", "/no/such", "--text", "/no/such", "-o", "/no/such/h", "--backend", "cpu"],
+    ] {
+        let error = fails(args);
+        assert_eq!(error.matches("(os error").count(), 1, "{args:?}: {error}");
+    }
+
+    let output = folder.path().join("out");
+    let quantize = ["quantize", dense, "-o", output.to_str().unwrap(), "--bits", "3"];
+    assert!(trellis(&quantize).status.success());
+    let config = output.join("config.json");
+    let text = std::fs::read_to_string(&config).unwrap().replace("\"L\": 12", "\"L\": 17");
+    std::fs::write(&config, text).unwrap();
+    let error = fails(&["inspect", output.to_str().unwrap()]);
+    assert_eq!(error.matches("state bits (L) is 17").count(), 1, "{error}");
+}
+
 #[test]
 fn bench_matmul_prints_its_rows() {
     let args =

@@ -329,9 +329,9 @@ fn trellis_entry(p: &Parser<'_>, map: &Map<String, Value>) -> Result<TrellisEntr
     };
     match Geometry::new(axis, entry.bits, entry.state_bits, entry.block, 1, entry.block) {
         Ok(_) => Ok(entry),
-        Err(source) => {
+        Err(reason) => {
             let (file, module) = (p.file.clone(), p.module.to_owned());
-            Err(ArtifactError::Parameters { file, module, source })
+            Err(ArtifactError::Parameters { file, module, reason })
         }
     }
 }
@@ -342,9 +342,9 @@ fn rotation(p: &Parser<'_>, value: Option<&Value>) -> Result<Rotation, ArtifactE
     };
     p.only(map, &["block", "seed"], "block, seed in rotation")?;
     let block = p.number(map, "block", None)?.try_into().unwrap_or(usize::MAX);
-    Rotation::new(block, p.number(map, "seed", None)?).map_err(|source| {
+    Rotation::new(block, p.number(map, "seed", None)?).map_err(|reason| {
         let (file, module) = (p.file.clone(), p.module.to_owned());
-        ArtifactError::Rotation { file, module, source }
+        ArtifactError::Rotation { file, module, reason }
     })
 }
 

@@ -224,11 +224,11 @@ impl ArtifactWriter {
         tensors.extend(bias.map(|bias| (bias_name(path), bias)));
 
         // The geometry of a product's gradient is not one of a file.
-        geometry.with_layout(geometry.layout()).map_err(|source| ArtifactError::CodesGeometry {
+        geometry.with_layout(geometry.layout()).map_err(|reason| ArtifactError::CodesGeometry {
             file: self.destination.clone(),
             tensor: codes_name(path),
             found: codes_shape.clone(),
-            source,
+            reason,
         })?;
         if let Some(rotation) = rotation {
             check_rotation(&self.destination.join(CONFIG_FILE), path, rotation, geometry)?;

@@ -95,8 +95,8 @@ pub fn encode_with_feedback(
 ) -> Result<Encoded, EncodeError> {
     let n = geometry.in_features();
     if hessian.in_features() != n {
-        let source = HessianError::Features { found: hessian.in_features(), in_features: n };
-        return Err(EncodeError::Hessian { tensor: options.tensor.into(), source });
+        let reason = HessianError::Features { found: hessian.in_features(), in_features: n };
+        return Err(EncodeError::Hessian { tensor: options.tensor.into(), reason });
     }
     let quiet = EncodeOptions { progress: None, ..*options };
     let mut plain = encode(geometry, weights, &quiet)?;
