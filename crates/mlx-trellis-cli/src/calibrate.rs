@@ -16,9 +16,9 @@ use mlx_trellis_models::{LayerCache, LinearInfo, Observer, Tokenizer};
 use serde_json::{Map, Value, json};
 use trellis_codec::artifact::NewFile;
 
-use crate::lm::{self, Backend, Peak};
+use crate::device::NO_DEVICE;
+use crate::lm::{self, Peak, RunArgs};
 use crate::progress::Steps;
-use crate::report::{DtypeArg, NO_DEVICE};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -29,7 +29,8 @@ pub(crate) struct Args {
     #[arg(long)]
     text: PathBuf,
     /// Safetensors file to make: for each linear module of the layers, a float32 [in, in] called MODULE.hessian, the
-    /// mean of x xᵀ over the tokens, each x divided by its own rms
+    /// mean of x xᵀ over the tokens, each x divided by its own rms. The sums are in float32 whatever --dtype says; so what
+    /// that says of CUDA's rounding to tf32 holds for them with any
     #[arg(short, long)]
     output: PathBuf,
     /// Use at most so many tokens of the text
@@ -38,13 +39,8 @@ pub(crate) struct Args {
     /// Tokens the model sees at a time; windows do not overlap
     #[arg(long, default_value_t = 512)]
     context: usize,
-    /// Where to run; left out, on the GPU if MLX has one. CUDA rounds
-    /// float32 activations to tf32 before it multiplies, unless MLX_ENABLE_TF32=0 is set
-    #[arg(long, value_enum)]
-    backend: Option<Backend>,
-    /// Type of activations; left out, the model's own. The sums are in float32 whatever this says
-    #[arg(long, value_enum)]
-    dtype: Option<DtypeArg>,
+    #[command(flatten)]
+    run: RunArgs,
     /// Replace a file that is at the output already
     #[arg(long)]
     overwrite: bool,
@@ -82,7 +78,7 @@ impl Observer for Moments {
 
 /// Runs the command.
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
-    let Some(device) = lm::select(args.backend) else { return Ok(ExitCode::from(NO_DEVICE)) };
+    let Some(device) = args.run.select() else { return Ok(ExitCode::from(NO_DEVICE)) };
     ensure!(args.context > 0, "--context: found 0, expected at least 1");
     let exists = args.output.try_exists().with_context(|| args.output.display().to_string())?;
     ensure!(
@@ -93,7 +89,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let tokenizer = Tokenizer::load(&args.model)?;
     let tokens = lm::read_tokens(&tokenizer, &args.text, args.tokens)?;
     ensure!(!tokens.is_empty(), "{}: found no token, expected some", args.text.display());
-    let mut model = lm::load(&args.model, args.dtype)?;
+    let mut model = args.run.load(&args.model)?;
 
     let started = Instant::now();
     let mut file = MomentFile::create(model.linears(), args, tokens.len())?;

@@ -10,9 +10,9 @@ use mlx_trellis_models::{LinearInfo, Model, Tokenizer};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::lm::{self, Backend, Peak};
+use crate::device::NO_DEVICE;
+use crate::lm::{self, Peak, RunArgs};
 use crate::progress::Steps;
-use crate::report::{DtypeArg, NO_DEVICE};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -32,13 +32,8 @@ pub(crate) struct Args {
     /// Tokens a model sees at a time; windows do not overlap, and each starts without memory of the one before
     #[arg(long, default_value_t = 512)]
     context: usize,
-    /// Where to run; left out, on the GPU if MLX has one
-    #[arg(long, value_enum)]
-    backend: Option<Backend>,
-    /// Type of activations; left out, each model's own. In float32, CUDA rounds the factors of dense products to tf32
-    /// unless MLX_ENABLE_TF32=0 is set
-    #[arg(long, value_enum)]
-    dtype: Option<DtypeArg>,
+    #[command(flatten)]
+    run: RunArgs,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -84,16 +79,16 @@ struct Contender {
 
 /// Runs the command.
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
-    let Some(device) = lm::select(args.backend) else { return Ok(ExitCode::from(NO_DEVICE)) };
+    let Some(device) = args.run.select() else { return Ok(ExitCode::from(NO_DEVICE)) };
     ensure!(args.context > 0, "--context: found 0, expected at least 1");
     let tokenizer = Tokenizer::load(args.reference.as_ref().unwrap_or(&args.models[0]))?;
     // The first token is only seen, never predicted.
     let tokens = lm::read_tokens(&tokenizer, &args.text, args.tokens.map(|n| n.saturating_add(1)))?;
     ensure!(tokens.len() > 1, "{}: found {} tokens, expected two or more", args.text.display(), tokens.len());
 
-    let mut reference = args.reference.as_deref().map(|f| Contender::load(f, args.dtype)).transpose()?;
+    let mut reference = args.reference.as_deref().map(|f| Contender::load(f, &args.run)).transpose()?;
     let mut contenders =
-        args.models.iter().map(|f| Contender::load(f, args.dtype)).collect::<Result<Vec<_>>>()?;
+        args.models.iter().map(|f| Contender::load(f, &args.run)).collect::<Result<Vec<_>>>()?;
     for c in reference.iter().chain(&contenders) {
         let vocabulary = c.model.config().vocab_size as u32;
         let unknown = tokens.iter().find(|&&t| t >= vocabulary);
@@ -164,8 +159,8 @@ fn windows(tokens: usize, context: usize) -> Vec<std::ops::Range<usize>> {
 }
 
 impl Contender {
-    fn load(folder: &Path, dtype: Option<DtypeArg>) -> Result<Self> {
-        let model = lm::load(folder, dtype)?;
+    fn load(folder: &Path, run: &RunArgs) -> Result<Self> {
+        let model = run.load(folder)?;
         Ok(Self { folder: folder.to_owned(), model, nll: Vec::new(), kl: Vec::new(), agreed: 0 })
     }
 

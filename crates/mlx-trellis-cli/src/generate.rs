@@ -9,8 +9,8 @@ use anyhow::{Result, ensure};
 use mlx_trellis_models::{Generation, Message, Sampler, Sampling, Tokenizer, stop_tokens};
 use serde::Serialize;
 
-use crate::lm::{self, Backend, Peak};
-use crate::report::{DtypeArg, NO_DEVICE};
+use crate::device::NO_DEVICE;
+use crate::lm::{Peak, RunArgs};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -38,12 +38,8 @@ pub(crate) struct Args {
     /// Draw the same tokens as another run with this seed
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Where to run; left out, on the GPU if MLX has one
-    #[arg(long, value_enum)]
-    backend: Option<Backend>,
-    /// Type of activations; left out, the model's own
-    #[arg(long, value_enum)]
-    dtype: Option<DtypeArg>,
+    #[command(flatten)]
+    run: RunArgs,
     /// Print one JSON object at the end instead of text as it comes
     #[arg(long)]
     json: bool,
@@ -63,13 +59,13 @@ struct Report {
 
 /// Runs the command. Text goes to stdout, figures to stderr.
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
-    let Some(device) = lm::select(args.backend) else { return Ok(ExitCode::from(NO_DEVICE)) };
+    let Some(device) = args.run.select() else { return Ok(ExitCode::from(NO_DEVICE)) };
     let sampling = Sampling { temperature: args.temperature, top_p: args.top_p, seed: args.seed };
     let sampler = Sampler::new(sampling)?;
     let tokenizer = Tokenizer::load(&args.model)?;
     let prompt = prompt(args, &tokenizer)?;
     let stop = stop_tokens(&args.model, &tokenizer)?;
-    let mut model = lm::load(&args.model, args.dtype)?;
+    let mut model = args.run.load(&args.model)?;
 
     let started = Instant::now();
     let generation = Generation::new(&mut model, &prompt, sampler, &stop, args.max_tokens)?;

@@ -1,66 +1,38 @@
-//! What the commands that run a language model share: where it runs, and how much memory that takes.
+//! What the commands that run a language model share: where and how it runs, and how much memory that takes.
 
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use clap::ValueEnum;
-use mlx_rs::Device;
-use mlx_trellis::{cuda_is_available, cuda_preflight, gpu_name, metal_is_available, mlx_version};
 use mlx_trellis_models::{LoadOptions, Model, Tokenizer};
 use serde::Serialize;
 
+use crate::device::{self, Backend};
 use crate::memory;
 use crate::report::DtypeArg;
 
-/// Where a model runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Backend {
-    /// The CPU
-    Cpu,
-    /// The Metal GPU; exits 3 where there is none
-    Metal,
-    /// The CUDA GPU; exits 3 where there is none
-    Cuda,
+/// Where and how a model runs.
+#[derive(Debug, clap::Args)]
+pub(crate) struct RunArgs {
+    /// Where to run; left out, on the GPU if MLX has one
+    #[arg(long, value_enum)]
+    backend: Option<Backend>,
+    /// Type of activations; left out, the model's own. In float32, CUDA rounds the factors of dense products to tf32
+    /// unless MLX_ENABLE_TF32=0 is set
+    #[arg(long, value_enum)]
+    dtype: Option<DtypeArg>,
 }
 
-/// Makes a back end MLX's default, the best there is if none is asked for, and says what it is; says so and returns
-/// `None` where this machine has none. To be called before anything else of MLX's.
-pub(crate) fn select(backend: Option<Backend>) -> Option<String> {
-    let backend = backend.unwrap_or_else(|| {
-        if metal_is_available() {
-            Backend::Metal
-        } else if cuda_is_available() {
-            Backend::Cuda
-        } else {
-            Backend::Cpu
-        }
-    });
-    match backend {
-        Backend::Cpu => {
-            Device::set_default(&Device::cpu());
-            return Some(format!("CPU, {}", trellis_cpu::Level::best()));
-        }
-        Backend::Metal if !metal_is_available() => {
-            eprintln!("no Metal device: MLX {} has none on this machine", mlx_version());
-            return None;
-        }
-        Backend::Cuda => {
-            if let Err(missing) = cuda_preflight() {
-                eprintln!("no CUDA: {missing}");
-                return None;
-            }
-        }
-        Backend::Metal => {}
+impl RunArgs {
+    /// [`device::select`].
+    pub(crate) fn select(&self) -> Option<String> {
+        device::select(self.backend)
     }
-    Device::set_default(&Device::gpu());
-    Some(gpu_name().unwrap_or_else(|| "GPU".to_owned()))
-}
 
-/// Loads a model, in its own dtype or in another.
-pub(crate) fn load(folder: &Path, dtype: Option<DtypeArg>) -> Result<Model> {
-    let options = LoadOptions { dtype: dtype.map(DtypeArg::mlx) };
-    Model::load(folder, &options).with_context(|| format!("model {}", folder.display()))
+    /// Loads a model.
+    pub(crate) fn load(&self, folder: &Path) -> Result<Model> {
+        let options = LoadOptions { dtype: self.dtype.map(DtypeArg::mlx) };
+        Model::load(folder, &options).with_context(|| format!("model {}", folder.display()))
+    }
 }
 
 /// The tokens of a text file, at most `limit` of them.

@@ -3,6 +3,7 @@
 mod bench;
 mod calibrate;
 mod dequantize;
+mod device;
 mod eval;
 mod generate;
 mod inspect;

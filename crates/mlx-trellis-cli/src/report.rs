@@ -6,9 +6,6 @@ use trellis_codec::format::DEFAULT_STATE_BITS;
 use trellis_codec::reference::Dtype;
 use trellis_codec::{Axis, Geometry, Layout};
 
-/// Exit code for a back end that this machine does not have.
-pub(crate) const NO_DEVICE: u8 = 3;
-
 /// An axis of a layer's weight `W [out, in]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum AxisArg {

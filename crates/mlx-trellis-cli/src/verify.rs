@@ -4,12 +4,11 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use clap::ValueEnum;
 use mlx_rs::{Array, Dtype as MlxDtype};
 use mlx_trellis::dispatch::{Device, Kernel, choose_cuda};
 use mlx_trellis::{
-    Axis, Geometry, Layout, MatmulOptions, TrellisWeights, Variant, bf16, cuda_preflight, dequantize, f16,
-    problem, trellis_matmul_by, trellis_matmul_with,
+    Axis, Geometry, Layout, MatmulOptions, TrellisWeights, Variant, bf16, dequantize, f16, problem,
+    trellis_matmul_by, trellis_matmul_with,
 };
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -19,14 +18,15 @@ use trellis_codec::pack;
 use trellis_codec::reference::{self, Contract, Dtype, Product};
 use trellis_cpu::{Level, Matrix, decode_packed};
 
-use crate::report::NO_DEVICE;
+use crate::device::{self, Backend, NO_DEVICE};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Folder with an index.json and one safetensors file a case, as tests/golden
     #[arg(long)]
     cases: PathBuf,
-    /// Where to compute
+    /// Where to compute: on the CPU with every SIMD level this machine has, on Metal with every kernel, variant and
+    /// layout, on CUDA with every kernel, axis and layout
     #[arg(long, value_enum, default_value_t = Backend::Cpu)]
     backend: Backend,
     /// On CUDA, check this many random matrices besides the cases
@@ -38,17 +38,6 @@ pub(crate) struct Args {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Backend {
-    /// The CPU, every SIMD level this machine has
-    Cpu,
-    /// The Metal GPU: every kernel, variant and layout; exits 3 where there is none
-    Metal,
-    /// The CUDA GPU: every kernel, axis and layout; exits 3 where there is none
-    Cuda,
 }
 
 /// Rows of activations that a Metal kernel is tried with: each side of every border of the dispatch rule.
@@ -90,19 +79,17 @@ type Check = Box<dyn Fn(&Case) -> Result<Vec<Outcome>>>;
 
 /// Runs the command; exits 1 if a case failed, 3 if there is no such device.
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    if device::select(Some(args.backend)).is_none() {
+        return Ok(ExitCode::from(NO_DEVICE));
+    }
     let device = Device::current();
     let check: Check = match args.backend {
-        Backend::Cpu => Box::new(|case| mlx_rs::with_device(mlx_rs::Device::cpu(), || check_cpu(case))),
-        Backend::Metal if device.metal.is_some() => Box::new(move |case| check_metal(case, device)),
+        Backend::Cpu => Box::new(check_cpu),
         Backend::Metal => {
-            eprintln!("no Metal device: MLX {} has none on this machine", mlx_trellis::mlx_version());
-            return Ok(ExitCode::from(NO_DEVICE));
+            device.metal.context("MLX's device is not the GPU")?;
+            Box::new(move |case| check_metal(case, device))
         }
         Backend::Cuda => {
-            if let Err(missing) = cuda_preflight() {
-                eprintln!("no CUDA: {missing}");
-                return Ok(ExitCode::from(NO_DEVICE));
-            }
             if !args.json {
                 println!(
                     "{}, MLX {}",

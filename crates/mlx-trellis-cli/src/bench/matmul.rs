@@ -13,7 +13,8 @@ use serde::Serialize;
 use trellis_codec::reference;
 
 use super::{Machine, Times, cuda};
-use crate::report::{self, AxisArg, DtypeArg, NO_DEVICE};
+use crate::device::{self, Backend, NO_DEVICE};
+use crate::report::{self, AxisArg, DtypeArg};
 
 /// Group size of MLX's affine weights in the comparison: mlx-lm's default.
 const AFFINE_GROUP: i32 = 64;
@@ -24,19 +25,11 @@ const TURN: Duration = Duration::from_millis(50);
 /// Outputs compared with the float64 oracle before timing.
 const CHECKED_OUTPUTS: usize = 256;
 
-/// Where products run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Backend {
-    /// The CPU; one product at a time, by the clock
-    Cpu,
-    /// The CUDA GPU; chains of products, which the GPU runs without the host; exits 3 where there is none
-    Cuda,
-}
-
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Where to run
-    #[arg(long, value_enum, default_value_t = Backend::Cpu)]
+    /// Where to run: on the CPU one product at a time, by the clock, on CUDA chains of products, which the GPU runs without
+    /// the host
+    #[arg(long, value_parser = device::one_of([Backend::Cpu, Backend::Cuda]), default_value = "cpu")]
     backend: Backend,
     /// Products in a chain, on CUDA
     #[arg(long, default_value_t = 48)]
@@ -131,19 +124,17 @@ impl Weights {
 }
 
 impl Args {
+    fn on_cuda(&self) -> bool {
+        self.backend == Backend::Cuda
+    }
+
     fn dtype(&self) -> DtypeArg {
-        self.dtype.unwrap_or(match self.backend {
-            Backend::Cpu => DtypeArg::Float32,
-            Backend::Cuda => DtypeArg::Bfloat16,
-        })
+        self.dtype.unwrap_or(if self.on_cuda() { DtypeArg::Bfloat16 } else { DtypeArg::Float32 })
     }
 
     /// The type of MLX's own products.
     fn rival(&self) -> DtypeArg {
-        match self.backend {
-            Backend::Cpu => DtypeArg::Float32,
-            Backend::Cuda => self.dtype(),
-        }
+        if self.on_cuda() { self.dtype() } else { DtypeArg::Float32 }
     }
 }
 
@@ -187,17 +178,13 @@ impl On {
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     ensure!(args.rounds > 0, "--rounds is 0, expected at least 1");
     ensure!(args.chain > 0, "--chain is 0, expected at least 1");
-    match args.backend {
-        Backend::Cpu => {
-            mlx_rs::with_device(mlx_rs::Device::cpu(), || bench(args, On::Cpu(Machine::current())))
-        }
-        Backend::Cuda => {
-            if let Err(missing) = mlx_trellis::cuda_preflight() {
-                eprintln!("no CUDA: {missing}");
-                return Ok(ExitCode::from(NO_DEVICE));
-            }
-            mlx_rs::with_device(mlx_rs::Device::gpu(), || bench(args, On::Cuda(cuda::Machine::current()?)))
-        }
+    if device::select(Some(args.backend)).is_none() {
+        return Ok(ExitCode::from(NO_DEVICE));
+    }
+    if args.on_cuda() {
+        mlx_rs::with_device(mlx_rs::Device::gpu(), || bench(args, On::Cuda(cuda::Machine::current()?)))
+    } else {
+        bench(args, On::Cpu(Machine::current()))
     }
 }
 
@@ -391,7 +378,7 @@ fn dense(args: &Args, geometry: &Geometry) -> Result<Contender> {
     };
     let first = new()?;
     let bytes = first.nbytes();
-    let copies = if args.backend == Backend::Cuda { copies(bytes, args) } else { 1 };
+    let copies = if args.on_cuda() { copies(bytes, args) } else { 1 };
     let weights = std::iter::once(Ok(first)).chain((1..copies).map(|_| new()));
     let weights = weights
         .map(|w| w.map(|w| Weights::Dense(if geometry.axis() == Axis::Input { w.t() } else { w })))

@@ -277,6 +277,12 @@ fn verify_without_metal_exits_3() {
 }
 
 #[test]
+fn bench_takes_no_metal() {
+    let error = fails(&["bench", "matmul", "--backend", "metal"]);
+    assert!(error.contains("[possible values: cpu, cuda]"), "{error}");
+}
+
+#[test]
 fn without_cuda_verify_and_bench_exit_3() {
     if mlx_trellis::cuda_is_available() {
         println!("skipped: this machine has CUDA");
