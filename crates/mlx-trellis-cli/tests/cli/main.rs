@@ -2,6 +2,7 @@
 
 mod dequantize;
 mod interrupt;
+mod language_models;
 mod quantize;
 
 use std::collections::HashMap;

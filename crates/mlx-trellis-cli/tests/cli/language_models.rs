@@ -1,11 +1,10 @@
 //! `generate`, `eval` and `calibrate` as a user runs them, on tiny models.
 
-#[path = "../../mlx-trellis-models/tests/support/mod.rs"]
+#[path = "../../../mlx-trellis-models/tests/support/mod.rs"]
 mod support;
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
 
 use mlx_rs::error::Exception;
 use mlx_rs::{Array, Device};
@@ -15,28 +14,9 @@ use serde_json::{Value, json};
 use support::{Form, floats, scratch, tiny, write_model, write_tokenizer};
 use trellis_codec::artifact::Tensors;
 
+use super::{fails, json as run, text, trellis};
+
 const TEXT: &str = "It was a bright cold day in April, and the clocks were striking thirteen; naïve 木.\n";
-
-fn trellis(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_trellis")).args(args).output().expect("the binary runs")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).expect("UTF-8")
-}
-
-fn json_of(args: &[&str]) -> Value {
-    let output = trellis(args);
-    assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));
-    serde_json::from_slice(&output.stdout)
-        .unwrap_or_else(|e| panic!("{args:?}: {e}: {}", text(&output.stdout)))
-}
-
-fn fails(args: &[&str]) -> String {
-    let output = trellis(args);
-    assert_eq!(output.status.code(), Some(2), "{args:?}: {}", text(&output.stdout));
-    text(&output.stderr)
-}
 
 /// A model that the tiny tokenizer's tokens go into, with a chat template. Everything here runs on the CPU, whose float32
 /// products are float32.
@@ -66,7 +46,7 @@ fn generates_the_same_text_in_either_form() {
     let path = model(folder.path(), "m", coded(3));
     let model = path.to_str().unwrap();
     let args = ["generate", "--model", model, "--prompt", "Hello", "--max-tokens", "24", "--backend", "cpu"];
-    let report = json_of(&[&args[..], &["--json"]].concat());
+    let report = run(&[&args[..], &["--json"]].concat());
     // <|im_start|>user, newline, Hello, <|im_end|>, newline, <|im_start|>assistant; Jinja drops a template's last newline.
     assert_eq!(report["prompt_tokens"], 1 + 5 + 5 + 1 + 1 + 1 + 9);
     let tokens = report["tokens"].as_array().unwrap();
@@ -79,9 +59,9 @@ fn generates_the_same_text_in_either_form() {
     assert_eq!(text(&shown.stdout), format!("{}\n", report["text"].as_str().unwrap()));
     assert!(text(&shown.stderr).contains("tokens generated"), "{}", text(&shown.stderr));
 
-    let raw = json_of(&[&args[..], &["--json", "--raw"]].concat());
+    let raw = run(&[&args[..], &["--json", "--raw"]].concat());
     assert_eq!(raw["prompt_tokens"], 5);
-    let system = json_of(&[&args[..], &["--json", "--system", "Be brief."]].concat());
+    let system = run(&[&args[..], &["--json", "--system", "Be brief."]].concat());
     assert_eq!(system["prompt_tokens"], 23 + 1 + 7 + 9 + 1 + 1);
 }
 
@@ -102,7 +82,7 @@ fn draws_by_seed() {
             "cpu",
             "--json",
         ];
-        json_of(&[&args[..], &["--temperature", temperature, "--top-p", "0.95", "--seed", seed]].concat())["tokens"].clone()
+        run(&[&args[..], &["--temperature", temperature, "--top-p", "0.95", "--seed", seed]].concat())["tokens"].clone()
     };
     assert_eq!(draw("1", "2"), draw("1", "2"));
     assert_ne!(draw("1", "2"), draw("2", "2"));
@@ -156,7 +136,7 @@ fn evaluates_against_a_reference() {
         "cpu",
     ];
     paths.iter().for_each(|path| args.extend(["--model", path]));
-    let report = json_of(&[&args[..], &["--json"]].concat());
+    let report = run(&[&args[..], &["--json"]].concat());
     assert_eq!(report["predicted"], TEXT.len() - 1);
     let rows = report["models"].as_array().unwrap();
     let number =
@@ -271,7 +251,7 @@ fn calibrates_with_the_mean_of_x_xt_over_its_mean_square() {
         "--backend",
         "cpu",
     ];
-    let report = json_of(&[&args[..], &["--json"]].concat());
+    let report = run(&[&args[..], &["--json"]].concat());
     assert_eq!((&report["modules"], &report["tokens"]), (&json!(14), &json!(40)));
     assert_eq!(report["bytes"].as_u64().unwrap(), fs::metadata(&out).unwrap().len());
 
@@ -314,7 +294,7 @@ fn calibrates_with_the_mean_of_x_xt_over_its_mean_square() {
     // Nothing is replaced unless asked, and nothing is left beside it.
     assert!(fails(&args).contains("h.safetensors: found it there already"));
     let before = fs::read(&out).unwrap();
-    json_of(&[&args[..], &["--json", "--overwrite"]].concat());
+    run(&[&args[..], &["--json", "--overwrite"]].concat());
     assert_eq!(fs::read(&out).unwrap(), before);
     let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert_eq!(names.len(), 3, "{names:?}");
