@@ -20,7 +20,7 @@
 //! exact values in state order, `codebook::table`). Output: `partial [M, 128, C]` float32, written whole; a split past
 //! the last row is zeros. Grid `[threads, ceil(groups/SG_TG), samples * 128]`; a threadgroup is always full.
 
-use trellis_codec::format::{DEFAULT_BLOCK, DEFAULT_STATE_BITS};
+use trellis_codec::format::{DEFAULT_BLOCK, DEFAULT_STATE_BITS, MAX_PACKED_ROWS};
 use trellis_codec::reference::Dtype;
 use trellis_codec::{Axis, Layout};
 
@@ -68,7 +68,7 @@ pub static BALANCED_SHARED: Kernel = Kernel {
 pub fn pick(problem: &Problem) -> Result<&'static Kernel, Unsupported> {
     let refuse = |reason| Unsupported { kernel: "trellis_scatter", problem: Box::new(*problem), reason };
     // The family's rules before those of the kernel that M leads to.
-    problem.check_axis(Axis::Output).and_then(|()| problem.check_m(1, 4)).map_err(refuse)?;
+    problem.check_axis(Axis::Output).and_then(|()| problem.check_m(1, MAX_PACKED_ROWS)).map_err(refuse)?;
     let kernel = match (is_balanced(problem), shares(problem)) {
         (false, false) => &GENERIC,
         (true, false) => &BALANCED,
@@ -145,7 +145,7 @@ fn shares(problem: &Problem) -> bool {
 fn check(problem: &Problem, balanced: bool, shared: bool) -> Result<(), Reason> {
     let (g, variant) = (&problem.geometry, problem.variant);
     problem.check_axis(Axis::Output)?;
-    problem.check_m(if shared { 2 } else { 1 }, 4)?;
+    problem.check_m(if shared { 2 } else { 1 }, MAX_PACKED_ROWS)?;
     problem.check_size()?;
     if g.words_per_block() > SIMD_LANES {
         return Err(Reason::BlockTooWide { words: g.words_per_block() });
